@@ -1,0 +1,87 @@
+"""Bytes on the wire: msgpack, with arrays of tokens and logprobs as raw little-endian bytes.
+
+A token with its logprob takes 8 bytes, and decoding makes no object a token: an array is a
+view of the bytes that msgpack took out. Sizes are checked before anything is decoded, so a
+hostile payload is refused fast. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.contract.errors import InvalidPayload, InvalidSample
+
+#: bytes that one payload may have
+MAX_PAYLOAD = 4 * 1024 * 1024
+
+_INT32 = 1
+_FLOAT32 = 2
+
+
+def pack(value: Any, what: str) -> bytes:
+    """Encode to msgpack; int32 and float32 arrays of one dimension go as raw bytes.
+
+    Raises:
+        InvalidSample: `what` holds a type, an integer or a text that msgpack cannot carry,
+            is nested too deeply, or is larger than MAX_PAYLOAD.
+    """
+    try:
+        data: bytes = msgpack.packb(value, default=_default, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidSample(f"{what} cannot be encoded: {error}") from None
+    if len(data) > MAX_PAYLOAD:
+        raise InvalidSample(f"{what} has {len(data)} bytes, allowed are {MAX_PAYLOAD}")
+    try:
+        # msgpack writes maps that it does not read again, such as those with integer keys.
+        unpack(data, what)
+    except InvalidPayload as error:
+        raise InvalidSample(str(error)) from None
+    return data
+
+
+def unpack(data: bytes, what: str) -> Any:
+    """Decode what `pack` made; arrays are read-only.
+
+    Raises:
+        InvalidPayload: `data` is too large or is not such msgpack; `what` is named.
+    """
+    if len(data) > MAX_PAYLOAD:
+        raise InvalidPayload(f"{what} has {len(data)} bytes, allowed are {MAX_PAYLOAD}")
+    try:
+        return msgpack.unpackb(data, ext_hook=_ext_hook, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, MemoryError, msgpack.UnpackException) as error:
+        reason = str(error) or type(error).__name__
+        raise InvalidPayload(f"{what} is not a rollq payload: {reason}") from None
+
+
+def pack_ids(ids: NDArray[np.int32]) -> bytes:
+    """Token ids as little-endian int32 bytes, as the field `prompt_ids` holds them."""
+    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes, what: str) -> NDArray[np.int32]:
+    """A read-only int32 view of such bytes. Raises InvalidPayload."""
+    if len(data) % 4:
+        raise InvalidPayload(f"{what} has {len(data)} bytes, not a multiple of 4")
+    return np.frombuffer(data, dtype="<i4")
+
+
+def _default(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        if value.dtype == np.int32:
+            return msgpack.ExtType(_INT32, pack_ids(value))
+        if value.dtype == np.float32:
+            return msgpack.ExtType(_FLOAT32, np.ascontiguousarray(value, dtype="<f4").tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+def _ext_hook(code: int, data: bytes) -> Any:
+    if code in (_INT32, _FLOAT32) and len(data) % 4 == 0:
+        return np.frombuffer(data, dtype="<i4" if code == _INT32 else "<f4")
+    raise ValueError(f"extension type {code} of {len(data)} bytes is unknown")

@@ -1,0 +1,323 @@
+"""A queue over a Redis connection, blocking or asyncio: runs the scripts, retries, checks.
+
+redis-py's own silent retries are off: only the scripts are sent twice, since each of them
+has the effect of once. Used by the client, the commands and the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from producer.contract.errors import (
+    InvalidSample,
+    QueueUnusable,
+    RedisUnavailable,
+    RollqError,
+)
+from producer.contract.keys import TRAINER_GROUP, QueueKeys
+from producer.contract.scripts import MAX_ITEMS, SCRIPTS, Argument
+
+log = logging.getLogger("rollq")
+
+SCHEMA = "1"
+
+#: what a queue starts with; `configure` of a client changes them
+DEFAULTS: Mapping[str, int] = {
+    "lease_ms": 30_000,
+    "max_ready": 100_000,
+    "max_results": 10_000,
+    "max_crashes": 3,
+    "tombstone_ms": 24 * 3600 * 1000,
+    "worker_ttl_ms": 15_000,
+}
+
+#: seconds; a BLOCK must stay well below the socket's time-out
+SOCKET_TIMEOUT = 10.0
+CONNECT_TIMEOUT = 5.0
+
+Call = tuple[str, dict[str, Argument], Sequence[Sequence[Argument]]]
+
+_BACKOFF = ExponentialWithJitterBackoff(base=0.05, cap=2.0)
+_PASSING_ERRORS = ("OOM ", "READONLY ", "LOADING ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ")
+
+
+def split(items: Sequence[Sequence[Argument]]) -> Iterator[Sequence[Sequence[Argument]]]:
+    """Items in pieces that one call may carry: at most 256, and about 4 MB."""
+    start = size = 0
+    for i, item in enumerate(items):
+        weight = sum(len(a) for a in item if isinstance(a, bytes))
+        if i > start and (i - start >= MAX_ITEMS or size + weight > 4_000_000):
+            yield items[start:i]
+            start, size = i, 0
+        size += weight
+    if start < len(items):
+        yield items[start:]
+
+
+def redact(url: str) -> str:
+    """The URL without its password, for messages and logs."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.hostname}"))
+
+
+def passing(error: redis.RedisError) -> bool:
+    """Will the same call succeed later, without anybody changing it?"""
+    if isinstance(error, redis.AuthenticationError):
+        return False
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return True
+    return str(error).startswith(_PASSING_ERRORS) or isinstance(
+        error, redis.ReadOnlyError | redis.OutOfMemoryError
+    )
+
+
+def _refusal(error: redis.ResponseError) -> RollqError | None:
+    """The words of a script that refused its arguments."""
+    found = re.search(r"ROLLQ (.*?)(?:,? script: |$)", str(error))
+    return InvalidSample(found[1]) if found else None
+
+
+def _missing_queue(error: redis.RedisError) -> bool:
+    return "NOQUEUE" in str(error)
+
+
+class _Queue:
+    """What both twins share: names, messages, and no input or output."""
+
+    def __init__(self, url: str, queue: str, limits: Mapping[str, int] | None) -> None:
+        unknown = set(limits or ()) - set(DEFAULTS)
+        if unknown:
+            raise InvalidSample(
+                f"unknown limit {', '.join(sorted(unknown))}; there are {', '.join(DEFAULTS)}"
+            )
+        self.url = url
+        self.keys = QueueKeys(queue)
+        self._limits = dict(limits or {})
+        self.config: dict[str, str] = {}
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "socket_timeout": SOCKET_TIMEOUT,
+            "socket_connect_timeout": CONNECT_TIMEOUT,
+            "health_check_interval": 30,
+            "retry_on_timeout": False,
+        }
+
+    def _evalsha(self, call: Call) -> list[Argument]:
+        name, scalars, items = call
+        script = SCRIPTS[name]
+        return ["EVALSHA", script.sha, *script.arguments(self.keys, scalars, items)]
+
+    def _configure(self) -> Call:
+        items = [
+            (name, self._limits.get(name, default), int(name in self._limits))
+            for name, default in DEFAULTS.items()
+        ]
+        scalars: dict[str, Argument] = {
+            "schema": SCHEMA,
+            "incarnation": secrets.token_hex(8),
+            "group": TRAINER_GROUP,
+        }
+        return "configure", scalars, items
+
+    def _took(self, reply: list[bytes]) -> None:
+        texts = [b.decode() for b in reply]
+        self.config = dict(zip(texts[::2], texts[1::2], strict=True))
+
+    def _check(self, info: Mapping[str, Any]) -> None:
+        where = redact(self.url)
+        version = tuple(int(p) for p in str(info["redis_version"]).split(".")[:2])
+        if version < (6, 2):
+            raise QueueUnusable(
+                f"Redis at {where} is {info['redis_version']}; rollq needs 6.2 or newer, or Valkey"
+            )
+        policy = info.get("maxmemory_policy", "noeviction")
+        if int(info.get("maxmemory", 0)) and policy != "noeviction":
+            raise QueueUnusable(
+                f"Redis at {where} has maxmemory-policy {policy}: it would drop samples; "
+                "set maxmemory-policy noeviction"
+            )
+
+    def _unusable(self, error: redis.RedisError) -> QueueUnusable:
+        return QueueUnusable(f"Redis at {redact(self.url)} refused: {error}")
+
+    def _gave_up(self, error: redis.RedisError | OSError, seconds: float) -> RedisUnavailable:
+        return RedisUnavailable(
+            f"Redis at {redact(self.url)} did not answer for {seconds:.0f} s: {error}"
+        )
+
+
+class Queue(_Queue):
+    """A queue over a blocking connection. Not to be shared between threads."""
+
+    def __init__(
+        self,
+        url: str,
+        queue: str = "default",
+        *,
+        limits: Mapping[str, int] | None = None,
+        patience: float = 60.0,
+    ) -> None:
+        """`patience`: seconds that a call waits for a Redis that is away."""
+        super().__init__(url, queue, limits)
+        self.patience = patience
+        self.redis = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **self._options())
+
+    def open(self) -> None:
+        """Check the server and set up the queue.
+
+        Raises:
+            QueueUnusable: with the reason and what to change.
+            RedisUnavailable: nothing answered within `patience`.
+        """
+        self._check(self.retrying(lambda: self.redis.info("everything")))
+        self._took(self.retrying(lambda: self._run([self._configure()]))[0])
+
+    def close(self) -> None:
+        self.redis.close()
+
+    def call(self, name: str, items: Sequence[Sequence[Argument]] = (), **scalars: Argument) -> Any:
+        """Run one script; a lost reply is asked for again."""
+        return self.call_many([(name, scalars, items)])[0]
+
+    def call_many(self, calls: Sequence[Call]) -> list[Any]:
+        """Run scripts in order in one round trip. Raises like `retrying`."""
+        replies: list[Any] = self.retrying(lambda: self._run(calls))
+        return replies
+
+    def retrying(self, attempt: Callable[[], Any]) -> Any:
+        """Call `attempt` until it succeeds, with jittered backoff while Redis is away.
+
+        Raises:
+            RedisUnavailable: still away after `patience` seconds.
+            QueueUnusable: Redis refuses, and would again.
+        """
+        started = time.monotonic()
+        failures = 0
+        while True:
+            try:
+                return attempt()
+            except redis.RedisError as error:
+                if _missing_queue(error):
+                    self._took(self._run([self._configure()])[0])
+                    continue
+                if not passing(error):
+                    raise self._unusable(error) from error
+                failures += 1
+                waited = time.monotonic() - started
+                if waited > self.patience:
+                    raise self._gave_up(error, waited) from error
+                if failures == 1:
+                    log.warning("Redis at %s is away: %s; retrying", redact(self.url), error)
+                time.sleep(_BACKOFF.compute(failures))
+
+    def _run(self, calls: Sequence[Call]) -> list[Any]:
+        pipe = self.redis.pipeline(transaction=False)
+        for call in calls:
+            pipe.execute_command(*self._evalsha(call))
+        replies = pipe.execute(raise_on_error=False)
+        if unknown := _unknown(replies):
+            for name in {calls[i][0] for i in unknown}:
+                self.redis.script_load(SCRIPTS[name].source)
+            for i, reply in zip(unknown, self._run([calls[i] for i in unknown]), strict=True):
+                replies[i] = reply
+        return _first_error(replies)
+
+
+class AsyncQueue(_Queue):
+    """A queue over an asyncio connection pool; waits for Redis as long as `patience` says."""
+
+    def __init__(
+        self,
+        url: str,
+        queue: str = "default",
+        *,
+        limits: Mapping[str, int] | None = None,
+        patience: float = float("inf"),
+    ) -> None:
+        super().__init__(url, queue, limits)
+        self.patience = patience
+        retry = redis.asyncio.retry.Retry(NoBackoff(), 0)
+        self.redis = redis.asyncio.Redis.from_url(url, retry=retry, **self._options())
+
+    async def open(self) -> None:
+        """Check the server and set up the queue; raises as `Queue.open`."""
+        self._check(await self.retrying(lambda: self.redis.info("everything")))
+        self._took((await self.retrying(lambda: self._run([self._configure()])))[0])
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    async def call(
+        self, name: str, items: Sequence[Sequence[Argument]] = (), **scalars: Argument
+    ) -> Any:
+        """Run one script; a lost reply is asked for again."""
+        return (await self.call_many([(name, scalars, items)]))[0]
+
+    async def call_many(self, calls: Sequence[Call]) -> list[Any]:
+        """Run scripts in order in one round trip."""
+        replies: list[Any] = await self.retrying(lambda: self._run(calls))
+        return replies
+
+    async def retrying(self, attempt: Callable[[], Any]) -> Any:
+        """As `Queue.retrying`, without blocking the event loop."""
+        started = time.monotonic()
+        failures = 0
+        while True:
+            try:
+                return await attempt()
+            except redis.RedisError as error:
+                if _missing_queue(error):
+                    self._took((await self._run([self._configure()]))[0])
+                    continue
+                if not passing(error):
+                    raise self._unusable(error) from error
+                failures += 1
+                waited = time.monotonic() - started
+                if waited > self.patience:
+                    raise self._gave_up(error, waited) from error
+                if failures == 1:
+                    log.warning("Redis at %s is away: %s; retrying", redact(self.url), error)
+                await asyncio.sleep(_BACKOFF.compute(failures))
+
+    async def _run(self, calls: Sequence[Call]) -> list[Any]:
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for call in calls:
+                pipe.execute_command(*self._evalsha(call))
+            replies = await pipe.execute(raise_on_error=False)
+        if unknown := _unknown(replies):
+            for name in {calls[i][0] for i in unknown}:
+                await self.redis.script_load(SCRIPTS[name].source)
+            again = await self._run([calls[i] for i in unknown])
+            for i, reply in zip(unknown, again, strict=True):
+                replies[i] = reply
+        return _first_error(replies)
+
+
+def _unknown(replies: Sequence[Any]) -> list[int]:
+    """Where the server did not know the script: only those calls are made again."""
+    return [i for i, r in enumerate(replies) if isinstance(r, redis.exceptions.NoScriptError)]
+
+
+def _first_error(replies: Iterable[Any]) -> list[Any]:
+    replies = list(replies)
+    for reply in replies:
+        if isinstance(reply, redis.ResponseError):
+            raise _refusal(reply) or reply
+        if isinstance(reply, Exception):
+            raise reply
+    return replies

@@ -1,0 +1,43 @@
+-- ack: the trainer has taken closed groups; the only script that deletes results.
+-- KEYS: sample chunks group results done stats config
+-- ARGV: group consumer | entry id
+-- REPLY: an item: 1 taken by this call (or by this consumer before), 0 if somebody else has it
+-- INVARIANT: a closed group is taken once; a dead sample stays to be looked at.
+local tombstone_ms = config('tombstone_ms')[1]
+local function ack(entry, id, pending)
+  local g = call('HMGET', K.group .. id, 'digest', 'size', 'job', 'prompt_ids')
+  if pending and pending[2] ~= A.consumer then
+    return 0
+  end
+  if pending then
+    call('XACK', K.results, A.group, entry)
+    call('XDEL', K.results, entry)
+  end
+  if not pending or not g[1] then
+    local taken = call('GET', K.done .. id)
+    return taken and string.match(taken, ' (.*)$') == A.consumer and 1 or 0
+  end
+  for index = 0, g[2] - 1 do
+    local sid = id .. '/' .. index
+    if call('HGET', K.sample .. sid, 'state') == 'dead' then
+      call('HSET', K.sample .. sid, 'job', g[3], 'prompt_ids', g[4])
+    else
+      call('UNLINK', K.sample .. sid, K.chunks .. sid)
+    end
+  end
+  call('SET', K.done .. id, g[1] .. ' ' .. A.consumer, 'PX', tombstone_ms)
+  call('UNLINK', K.group .. id)
+  count('groups_acked', 1)
+  return 1
+end
+local pending = {}
+for i = 1, ITEMS do
+  local entry = item(i)
+  pending[i] = call('XPENDING', K.results, A.group, entry, entry, 1)[1] or false
+end
+local answers = {}
+for i = 1, ITEMS do
+  local entry, id = item(i)
+  answers[i] = ack(entry, id, pending[i])
+end
+return answers

@@ -1,0 +1,117 @@
+-- claim: hand ready samples, oldest first, to a worker under a new lease token.
+-- KEYS: ready leases sample chunks group results dead weights request stats config
+-- ARGV: worker request version limit held suspect room reserve |
+--   request: random, names this call, and is the nonce of its lease tokens
+--   held: samples the worker holds; suspect: 1 if it may take one that was in a crash
+--   room: KV cache tokens that are free; reserve: tokens counted for what is still to be made
+-- REPLY: {current, last_good, {headers}}; a header is {id, lease_token, group, index, attempts,
+--   crashes, interruptions, tokens, job, prompt_ids}
+-- INVARIANT: a sample has one holder; the same request gets the same answer; a full results
+--   stream stops the start of new groups only.
+local version = whole(A.version, 'version')
+local limit = math.min(whole(A.limit, 'limit'), 256)
+local held = whole(A.held, 'held')
+local room = whole(A.room, 'room')
+local reserve = whole(A.reserve, 'reserve')
+local c = config('lease_ms', 'max_results')
+local current, good = level()
+local headers = {}
+
+local function header(s, g)
+  headers[#headers + 1] = {s.id, s.lease_token, s.group, s.index, s.attempts, s.crashes,
+    s.interruptions, s.tokens, g.job, g.prompt_ids}
+end
+
+local GROUP = {'started', 'restart', 'max_tokens', 'prompt_tokens', 'job', 'prompt_ids'}
+local function group_of(s)
+  local g = {}
+  for i, value in ipairs(call('HMGET', K.group .. s.group, unpack(GROUP))) do
+    g[GROUP[i]] = value
+  end
+  return g
+end
+
+local before = call('GET', K.request .. A.request)
+if before then
+  for _, id in ipairs(cmsgpack.unpack(before)) do
+    local s = sample(id)
+    if holds(s, (s and text(s.attempts) or '') .. ':' .. A.request) then
+      header(s, group_of(s))
+    end
+  end
+  return {current, good, headers}
+end
+if not serves(version) or limit < 1 then
+  return {current, good, headers}
+end
+
+local at = now()
+local open = call('XLEN', K.results) < c[2]
+local bytes = 0
+local ids = {}
+
+local function lease(s, g)
+  s.attempts = s.attempts + 1
+  s.lease_token = text(s.attempts) .. ':' .. A.request
+  s.worker = A.worker
+  call('ZREM', K.ready, s.id)
+  call('ZADD', K.leases, at + c[1], s.id)
+  call('HSET', K.sample .. s.id, 'state', 'leased', 'lease_token', s.lease_token, 'worker', A.worker,
+    'attempts', s.attempts)
+  call('HSETNX', K.sample .. s.id, 'started_at', text(at))
+  if g.started ~= '1' then
+    call('HSET', K.group .. s.group, 'started', 1)
+  end
+  if s.tokens > 0 then
+    local again = g.prompt_tokens + s.tokens
+    call('HINCRBY', K.sample .. s.id, 'recomputed_tokens', again)
+    count('recomputed_tokens', again)
+    count('resumed', 1)
+  end
+  ids[#ids + 1] = s.id
+  header(s, g)
+end
+
+-- false when the worker has no room for it
+local function offer(id)
+  local s = sample(id)
+  local g = group_of(s)
+  if not open and g.started ~= '1' then
+    return false
+  end
+  if judge_staleness(s, current) == 'stale' then
+    return true
+  end
+  if g.restart == '1' and s.tokens > 0 then
+    reset(s)
+  end
+  local need = g.prompt_tokens + s.tokens + math.min(g.max_tokens - s.tokens, reserve)
+  local size = #g.job + #g.prompt_ids
+  if held + #ids > 0 and (need > room or bytes + size > 4000000) then
+    return false
+  end
+  room = room - need
+  bytes = bytes + size
+  lease(s, g)
+  return true
+end
+
+local function offer_range(from, to, most)
+  for _, id in ipairs(call('ZRANGEBYSCORE', K.ready, from, to, 'LIMIT', 0, most)) do
+    if not offer(id) then
+      return
+    end
+  end
+end
+
+if A.suspect == '1' then
+  offer_range('-inf', '(0', 1)
+end
+if #ids < limit then
+  offer_range('0', '+inf', limit - #ids)
+end
+if #ids > 0 then
+  call('SET', K.request .. A.request, cmsgpack.pack(ids), 'PX', c[1])
+  count('claimed', #ids)
+end
+return {current, good, headers}

@@ -1,0 +1,39 @@
+-- finish: a sample is complete; its tokens are already checkpointed.
+-- KEYS: ready leases sample chunks group results dead weights stats
+-- ARGV: worker | id token tokens finish_reason stop_reason text
+-- REPLY: {current, last_good, {tokens stored an item, or -1: the lease is lost}}
+--   fewer than `tokens`: not finished; send the missing ones and finish again
+--   -1 also where its first token is too old and the sample starts again
+-- INVARIANT: one terminal state a sample, given by the holder of its lease only.
+for i = 1, ITEMS do
+  local _, _, tokens, reason = item(i)
+  whole(tokens, 'tokens')
+  if reason ~= 'stop' and reason ~= 'length' then
+    error('ROLLQ a sample finishes with stop or length, not ' .. reason, 0)
+  end
+end
+local current, good = level()
+local answers = {}
+for i = 1, ITEMS do
+  local id, token, tokens, reason, stop_reason, response = item(i)
+  local s = sample(id)
+  if holds(s, token) then
+    answers[i] = s.tokens
+    if s.tokens >= tonumber(tokens) then
+      local verdict = judge_staleness(s, current, true)
+      if verdict == 'restarted' then
+        call('HSET', K.sample .. id, 'lease_token', '')
+        make_ready(s)
+        answers[i] = -1
+      elseif verdict == 'fresh' then
+        call('HSET', K.sample .. id, 'stop_reason', stop_reason, 'text', response)
+        terminate(s, 'finished', reason, '', true)
+      end
+    end
+  elseif repeated(s, token, 'finished') or repeated(s, token, 'stale') then
+    answers[i] = tonumber(tokens)
+  else
+    answers[i] = -1
+  end
+end
+return {current, good, answers}

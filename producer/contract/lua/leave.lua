@@ -1,0 +1,7 @@
+-- leave: a worker that ends in order takes itself off the list.
+-- KEYS: workers worker
+-- ARGV: worker |
+-- REPLY: 1 if it was there
+-- INVARIANT: its samples are not touched; it released them, or their leases expire.
+call('DEL', K.worker .. A.worker)
+return call('ZREM', K.workers, A.worker)

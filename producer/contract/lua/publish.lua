@@ -1,0 +1,41 @@
+-- publish: a new weight version: allocate it, set the level, tell the stream.
+-- KEYS: weights updates stats
+-- ARGV: request digest path step policy deadline_ms force floor |
+--   request: random, names this call; floor: the highest version its caller ever saw
+--   force: 1 makes a new version of the files that are current already
+-- REPLY: {version, 1 if this call made it}
+-- INVARIANT: versions only grow; the same call, and the same files again, change nothing.
+local floor = whole(A.floor, 'floor')
+whole(A.step, 'step')
+whole(A.deadline_ms, 'deadline_ms')
+if A.policy ~= 'requeue' and A.policy ~= 'keep' and A.policy ~= 'finish' then
+  error('ROLLQ policy must be requeue, keep or finish, not ' .. A.policy, 0)
+end
+local current, good = level()
+local newest = tonumber(call('HGET', K.weights, 'newest') or 0)
+local KEPT = 16
+for v = math.max(1, newest - KEPT), newest do
+  if call('HGET', K.weights, v .. ':request') == A.request then
+    return {v, 1}
+  end
+end
+if A.force ~= '1' and current > 0
+    and call('HGET', K.weights, text(current) .. ':digest') == A.digest then
+  return {current, 0}
+end
+local version = math.max(newest, floor) + 1
+local v = text(version) .. ':'
+call('HSET', K.weights, 'newest', text(version), 'current', text(version), v .. 'state', 'new',
+  v .. 'digest', A.digest, v .. 'path', A.path, v .. 'step', A.step, v .. 'policy', A.policy,
+  v .. 'deadline_ms', A.deadline_ms, v .. 'request', A.request, v .. 'published_at', text(now()))
+for old = math.max(1, newest - 2 * KEPT), math.min(newest, version - KEPT) do
+  if old ~= good then
+    for _, field in ipairs({'state', 'digest', 'path', 'step', 'policy', 'deadline_ms', 'request',
+      'published_at', 'error', 'failed'}) do
+      call('HDEL', K.weights, text(old) .. ':' .. field)
+    end
+  end
+end
+call('XADD', K.updates, 'MAXLEN', '~', 1000, '*', 'version', text(version))
+count('published', 1)
+return {version, 1}

@@ -1,0 +1,159 @@
+"""How one response is sampled: vLLM's field names, as an allow-list.
+
+What is not a field here cannot be asked for: a resumed sample must mean the same as an
+uninterrupted one, and an option that was accepted and ignored would be a lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from producer.contract.errors import InvalidSample
+
+#: Parameters whose state in the engine cannot be handed to another worker.
+STATEFUL = ("presence_penalty", "frequency_penalty", "bad_words")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters with the names and defaults of `vllm.SamplingParams`.
+
+    `n` is the number of samples of each prompt, the size of the group; it is never sent
+    to the engine. `max_tokens=None` means as many as the model's length allows.
+
+    Raises:
+        InvalidSample: a value is out of range; the message names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        for name, low, high in _INTEGERS:
+            value = getattr(self, name)
+            if value is None and name in ("max_tokens", "seed"):
+                continue
+            put(name, _integer(name, value, low, high))
+        for name, least, most in _FLOATS:
+            put(name, _number(name, getattr(self, name), least, most))
+        if self.top_p == 0.0:
+            raise InvalidSample("top_p must be above 0")
+        if self.repetition_penalty == 0.0:
+            raise InvalidSample("repetition_penalty must be above 0")
+        for name in ("stop", "bad_words"):
+            put(name, _strings(name, getattr(self, name)))
+        put(
+            "stop_token_ids",
+            tuple(_integer("stop_token_ids", i, 0, 2**31 - 1) for i in self.stop_token_ids or ()),
+        )
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidSample(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidSample(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+
+    @property
+    def stateful(self) -> tuple[str, ...]:
+        """The fields set here that an interrupted sample cannot carry to a new attempt."""
+        default = _DEFAULTS
+        return tuple(f for f in STATEFUL if getattr(self, f) != getattr(default, f))
+
+    def to_wire(self) -> dict[str, Any]:
+        """Only what differs from the defaults."""
+        wire: dict[str, Any] = {}
+        for name in _NAMES:
+            value = getattr(self, name)
+            if value != getattr(_DEFAULTS, name):
+                wire[name] = list(value) if isinstance(value, tuple) else value
+        return wire
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> SamplingParams:
+        """Read fields by name.
+
+        Raises:
+            InvalidSample: a name that is not on the allow-list, or a bad value.
+        """
+        unknown = sorted(str(k) for k in wire if k not in _NAMES)
+        if unknown:
+            raise InvalidSample(
+                f"sampling parameter {', '.join(unknown)} is not supported; "
+                f"supported are {', '.join(_NAMES)}"
+            )
+        return cls(**wire)
+
+
+_NAMES = tuple(f.name for f in dataclasses.fields(SamplingParams))
+_INTEGERS: tuple[tuple[str, int, int], ...] = (
+    ("n", 1, 4096),
+    ("top_k", -1, 2**31 - 1),
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("seed", -(2**63), 2**63 - 1),
+)
+_FLOATS: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, math.inf),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidSample(f"{name} must be an integer, not {value!r}")
+    number = int(value)
+    if not low <= number <= high:
+        raise InvalidSample(f"{name}={number} is outside {low} to {high}")
+    return number
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidSample(f"{name} must be a number, not {value!r}")
+    number = float(value)
+    if not (low <= number <= high and math.isfinite(number)):
+        raise InvalidSample(f"{name}={number} is outside {low} to {high}")
+    return number
+
+
+def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    for item in strings:
+        if not isinstance(item, str) or not item:
+            raise InvalidSample(f"{name} must hold non-empty strings, not {item!r}")
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise InvalidSample(f"{name} holds a lone surrogate: {item!r}") from None
+    return strings
+
+
+_DEFAULTS = SamplingParams()
