@@ -1,0 +1,484 @@
+"""RolloutClient: a trainer's hold on a pool.
+
+    submit -> (workers) -> batches -> ack, and publish_weights whenever a step is done.
+
+What was submitted comes back exactly once by id, whole groups at a time; what was taken but
+not acked comes again to the same `consumer` after a restart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+from redis.exceptions import RedisError
+
+from producer.contract.connection import Queue, split
+from producer.contract.errors import (
+    IdConflict,
+    InvalidSample,
+    QueueFull,
+    ResultsTimeout,
+    WeightsError,
+    WeightsRejected,
+)
+from producer.contract.keys import TRAINER_GROUP, check_group_id, split_sample_id
+from producer.contract.messages import Job, Rollout, RolloutGroup
+from producer.contract.sampling import SamplingParams
+from producer.contract.scripts import Argument
+from producer.contract.states import StalenessPolicy, UpdatePolicy, WeightState
+from producer.prompts import Prompt, make_jobs
+from producer.results import build_group, build_rollout, group_commands, sample_commands
+from producer.status import Status, build_status, status_commands, texts, worker_commands
+from producer.weights import remove_old, write_checkpoint
+
+#: samples that one `enqueue` call may bring, so that a call stays short
+_MEMBERS_A_CALL = 1024
+#: milliseconds; well below the socket's time-out
+_BLOCK_MS = 500
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Sequence[RolloutGroup]):
+    """Closed groups taken together. `ack` says that they will not be needed again."""
+
+    groups: tuple[RolloutGroup, ...]
+    _ack: Callable[[Sequence[RolloutGroup]], int]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All members of all groups, in order."""
+        return [r for g in self.groups for r in g.rollouts]
+
+    def ack(self) -> int:
+        """Delete the groups from the queue; returns how many were still this consumer's."""
+        return self._ack(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @overload
+    def __getitem__(self, index: int) -> RolloutGroup: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RolloutGroup]: ...
+    def __getitem__(self, index: int | slice) -> RolloutGroup | Sequence[RolloutGroup]:
+        return self.groups[index]
+
+
+class RolloutClient:
+    """A connection of a trainer to the queue `queue` of a pool.
+
+    Args:
+        url: of Redis: `redis://`, `rediss://` or `unix://`; ROLLQ_REDIS_URL by default.
+        consumer: this trainer's rank; what it took and did not ack comes again under the
+            same name.
+        weights_dir: shared directory for published weights; ROLLQ_WEIGHTS_DIR by default.
+        patience: seconds that a call waits for a Redis that is away.
+        limits: limits of the queue to set, such as `max_ready`; see `connection.DEFAULTS`.
+
+    Raises:
+        QueueUnusable: the server cannot carry a queue; says why.
+        RedisUnavailable: it does not answer.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        queue: str = "default",
+        *,
+        consumer: str = "0",
+        weights_dir: str | os.PathLike[str] | None = None,
+        patience: float = 60.0,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        url = url or os.environ.get("ROLLQ_REDIS_URL") or "redis://localhost:6379"
+        weights_dir = weights_dir or os.environ.get("ROLLQ_WEIGHTS_DIR")
+        self.consumer = check_group_id(consumer)
+        self.weights_dir = Path(weights_dir) if weights_dir else None
+        self._queue = Queue(url, queue, limits=limits, patience=patience)
+        self._in_hand: dict[str, str] = {}  # entry -> group id: taken, not acked
+        self._look_back = True  # this consumer may have entries that it never saw
+        self._next_reap = 0.0
+        self._newest = 0  # the highest version this client knows of
+        self._queue.open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._queue.close()
+
+    # submit
+
+    def submit(
+        self,
+        prompts: Iterable[Prompt] | str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        ids: Iterable[str] | None = None,
+        metadata: Iterable[Any] | None = None,
+        max_staleness: int | None = None,
+        staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
+        allow_restart: bool = False,
+        block: bool = True,
+    ) -> list[str]:
+        """Enqueue one group a prompt; returns the group ids, in order.
+
+        Enqueuing the same job under the same id again changes nothing, also after it was
+        delivered. A list is checked whole before anything is enqueued; any other iterable
+        is read as it is sent. See `producer.prompts.make_jobs` for what a prompt may be.
+
+        Raises:
+            InvalidSample: naming the prompt and what is wrong with it.
+            IdConflict: an id is taken by another job.
+            QueueFull: `max_ready` is reached and `block` is False; its message says how
+                many groups were enqueued before.
+        """
+        jobs: Iterable[Job] = make_jobs(
+            prompts,
+            sampling_params or SamplingParams(),
+            ids=ids,
+            metadata=metadata,
+            max_staleness=max_staleness,
+            staleness_policy=staleness_policy,
+            allow_restart=allow_restart,
+        )
+        if isinstance(prompts, Sequence):
+            jobs = list(jobs)
+        submitted: list[str] = []
+        for batch in self._batches_of_jobs(jobs):
+            self._enqueue(batch, submitted, block)
+            submitted += [job.group_id for job in batch]
+        return submitted
+
+    def _batches_of_jobs(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
+        max_ready = int(self._queue.config["max_ready"])
+        batch: list[Job] = []
+        members = 0
+        for job in jobs:
+            if job.params.n > max_ready:
+                raise InvalidSample(
+                    f"group {job.group_id} has n={job.params.n} samples, more than the "
+                    f"queue's max_ready={max_ready}"
+                )
+            if batch and members + job.params.n > min(_MEMBERS_A_CALL, max_ready):
+                yield batch
+                batch, members = [], 0
+            batch.append(job)
+            members += job.params.n
+        if batch:
+            yield batch
+
+    def _enqueue(self, jobs: list[Job], before: list[str], block: bool) -> None:
+        items: list[Sequence[Argument]] = [job.to_item() for job in jobs]
+        pause = 0.01
+        while items:
+            full: list[Sequence[Argument]] = []
+            for piece in split(items):
+                answers = self._queue.call("enqueue", piece)
+                conflicts = [
+                    str(item[0])
+                    for item, answer in zip(piece, answers, strict=True)
+                    if answer == b"conflict"
+                ]
+                if conflicts:
+                    raise IdConflict(
+                        f"group id {', '.join(conflicts)} was enqueued before with another job; "
+                        "give a new id, or the very same job"
+                    )
+                full += [i for i, a in zip(piece, answers, strict=True) if a == b"full"]
+            if full and not block:
+                raise QueueFull(
+                    f"max_ready={self._queue.config['max_ready']} samples are waiting; "
+                    f"{len(before) + len(items) - len(full)} groups were enqueued, "
+                    f"the first that was not is {full[0][0]!s}"
+                )
+            items = full
+            if items:
+                self._reap()
+                time.sleep(pause)
+                pause = min(0.5, pause * 2)
+
+    # results
+
+    def batches(
+        self,
+        groups: int = 64,
+        *,
+        ack: Literal["auto", "manual"] = "auto",
+        timeout: float | None = None,
+        follow: bool = False,
+    ) -> Iterator[Batch]:
+        """Batches of `groups` closed groups, as they close, until the queue has no more.
+
+        With `ack="auto"` a batch is acked when the next one is asked for: a trainer that
+        dies in between gets it again. With `"manual"` call `batch.ack()`, for example after
+        a checkpoint. The last batch may be smaller. With `follow` it never ends.
+
+        Raises:
+            ResultsTimeout: a batch took longer than `timeout` seconds.
+        """
+        while batch := self.batch(groups, timeout=timeout, follow=follow):
+            yield batch
+            if ack == "auto":
+                batch.ack()
+
+    def batch(
+        self, groups: int = 64, *, timeout: float | None = None, follow: bool = False
+    ) -> Batch:
+        """The next `groups` closed groups; fewer, or none, when the queue has no more.
+
+        Raises:
+            ResultsTimeout: what did close stays with this client for its next call.
+        """
+        max_results = int(self._queue.config["max_results"])
+        if groups + len(self._in_hand) > max_results:
+            raise InvalidSample(
+                f"groups={groups} and {len(self._in_hand)} unacked are more than the queue's "
+                f"max_results={max_results}: they could never be closed together"
+            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        taken: list[tuple[str, str, int]] = []
+        while len(taken) < groups:
+            drained = not self._look_back and not follow and self._drained()
+            more = self._read(groups - len(taken), 0 if drained else _BLOCK_MS)
+            taken += more
+            self._reap()
+            if drained and not more and not self._look_back:
+                break
+            if deadline is not None and time.monotonic() > deadline and len(taken) < groups:
+                self._forget(taken)
+                raise ResultsTimeout(
+                    f"{len(taken)} of {groups} groups closed within {timeout:.0f} s; "
+                    f"{self._waiting_for()}"
+                )
+        return Batch(self._fetch(taken), self.ack)
+
+    def ack(self, groups: Sequence[RolloutGroup]) -> int:
+        """Delete delivered groups; returns how many were still this consumer's to take."""
+        acked = 0
+        for piece in split([(g.entry, g.id) for g in groups]):
+            acked += sum(
+                self._queue.call("ack", piece, group=TRAINER_GROUP, consumer=self.consumer)
+            )
+        for group in groups:
+            self._in_hand.pop(group.entry, None)
+        return acked
+
+    def _forget(self, taken: Sequence[tuple[str, str, int]]) -> None:
+        """Put entries back into reach: they are pending here, and looked for again."""
+        for entry, _, _ in taken:
+            del self._in_hand[entry]
+        self._look_back = True
+
+    def _read(self, most: int, block_ms: int) -> list[tuple[str, str, int]]:
+        """Entries (entry, group id, size) not in hand: first the pending, then new ones."""
+        stream = self._queue.keys["results"]
+        group = ("XREADGROUP", "GROUP", TRAINER_GROUP, self.consumer)
+        command: tuple[Any, ...]
+        if self._look_back:
+            # All of them: those in hand are among the pending, too.
+            command = (*group, "STREAMS", stream, "0")
+        else:
+            block = ("BLOCK", block_ms) if block_ms else ()
+            command = (*group, "COUNT", min(most, 256), *block, "STREAMS", stream, ">")
+        reply = self._queue.retrying(lambda: self._execute(command))
+        entries = _entries(reply)
+        fresh = [e for e in entries if e[0] not in self._in_hand][:most]
+        if self._look_back and len(fresh) < most:
+            self._look_back = False
+        self._in_hand.update((entry, group_id) for entry, group_id, _ in fresh)
+        return fresh
+
+    def _execute(self, command: tuple[Any, ...]) -> Any:
+        try:
+            return self._queue.redis.execute_command(*command)
+        except RedisError:
+            # The reply may be lost with entries in it: they are pending now.
+            self._look_back = True
+            raise
+
+    def _fetch(self, taken: Sequence[tuple[str, str, int]]) -> tuple[RolloutGroup, ...]:
+        groups = []
+        for piece in _pieces(taken, 32):
+            commands = [group_commands(self._queue.keys, g, size) for _, g, size in piece]
+            replies = iter(self._pipeline([c for cs in commands for c in cs]))
+            for (entry, group_id, _), own in zip(piece, commands, strict=True):
+                answer = list(itertools.islice(replies, len(own)))
+                if answer[0]:
+                    groups.append(build_group(entry, group_id, answer))
+                else:
+                    # Already taken and deleted: the entry alone came again.
+                    self._queue.call(
+                        "ack", [(entry, group_id)], group=TRAINER_GROUP, consumer=self.consumer
+                    )
+                    self._in_hand.pop(entry, None)
+        return tuple(groups)
+
+    def _drained(self) -> bool:
+        keys = self._queue.keys
+        ready, leased = self._pipeline([("ZCARD", keys["ready"]), ("ZCARD", keys["leases"])])
+        return not ready and not leased
+
+    def _waiting_for(self) -> str:
+        status = self.status()
+        return (
+            f"{status.ready} samples wait, {status.leased} are with workers, "
+            f"{len(status.workers)} workers live, weights are at version {status.current}"
+        )
+
+    def _reap(self) -> None:
+        """Waiting clients reap, too, so that a pool whose workers all died is not stuck."""
+        if time.monotonic() >= self._next_reap:
+            self._queue.call("reap", limit=256)
+            self._next_reap = time.monotonic() + int(self._queue.config["lease_ms"]) / 5000
+
+    # samples
+
+    def peek(self, sample_id: str) -> Rollout | None:
+        """A sample as it is now, with the tokens checkpointed so far; None if unknown."""
+        group_id, index = split_sample_id(sample_id)
+        if index is None:
+            raise InvalidSample(f"{sample_id!r} is a group; a sample is {group_id}/0 and so on")
+        keys = self._queue.keys
+        group, fields, chunks = self._pipeline(
+            [("HGETALL", keys.group(group_id)), *sample_commands(keys, sample_id)]
+        )
+        return build_rollout(sample_id, group or fields, fields, chunks) if fields else None
+
+    def cancel(self, ids: Iterable[str], reason: str = "cancelled by the trainer") -> int:
+        """Cancel groups or samples by id; returns how many samples were not terminal yet.
+
+        They are delivered with the tokens made so far, as `cancelled`.
+        """
+        items = [
+            (group, "" if index is None else index) for group, index in map(split_sample_id, ids)
+        ]
+        return sum(sum(self._queue.call("cancel", p, reason=reason)) for p in split(items))
+
+    # weights
+
+    def publish_weights(
+        self,
+        weights: Any,
+        *,
+        step: int = 0,
+        policy: UpdatePolicy | str = UpdatePolicy.REQUEUE,
+        deadline_s: float = 60.0,
+        force: bool = False,
+    ) -> int:
+        """Publish weights to the pool; returns the version that Redis gave them.
+
+        Args:
+            weights: a torch module, a state dict with checkpoint names, or a directory of
+                safetensors files.
+            step: a label, kept with the version.
+            policy: what becomes of samples in flight: `requeue` hands them back, `keep`
+                goes on in place under the new weights, `finish` lets them end, for at
+                most `deadline_s` seconds.
+            force: make a new version although these files are the current ones.
+
+        Raises:
+            WeightsError: no weights_dir is set, or these are no weights.
+        """
+        if self.weights_dir is None:
+            raise WeightsError(
+                "no weights directory: give RolloutClient(weights_dir=...) or set "
+                "ROLLQ_WEIGHTS_DIR to a directory that the workers see, too"
+            )
+        path, digest = write_checkpoint(self.weights_dir, weights, step)
+        version, _new = self._queue.call(
+            "publish",
+            request=secrets.token_hex(8),
+            digest=digest,
+            path=path,
+            step=step,
+            policy=str(policy),
+            deadline_ms=int(deadline_s * 1000),
+            force=int(force),
+            floor=self._newest,
+        )
+        self._newest = max(self._newest, version)
+        status = self.status()
+        in_use = [v for w in status.workers for v in (w.version, w.loading)]
+        remove_old(self.weights_dir, status.weights, in_use)
+        return int(version)
+
+    def wait_for_version(self, version: int, *, workers: int = 1, timeout: float = 60.0) -> None:
+        """Wait until `workers` workers serve `version` or a newer one.
+
+        Raises:
+            WeightsRejected: no worker could load it; carries a worker's reason.
+            ResultsTimeout: says what each worker serves.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            status = self.status()
+            if status.weights.get(f"{version}:state") == WeightState.BAD:
+                raise WeightsRejected(
+                    f"version {version} could not be loaded, the pool serves "
+                    f"{status.last_good}: {status.weights.get(f'{version}:error', '')}"
+                )
+            if sum(w.version >= version for w in status.workers) >= workers:
+                return
+            if time.monotonic() > deadline:
+                serving = ", ".join(f"{w.name}: {w.version} {w.last_error}" for w in status.workers)
+                raise ResultsTimeout(
+                    f"version {version} is not on {workers} workers after {timeout:.0f} s; "
+                    f"they serve {serving or 'nothing: no worker lives'}"
+                )
+            time.sleep(0.05)
+
+    # watching
+
+    def status(self) -> Status:
+        """Counts, weight versions, workers and counters at this moment."""
+        keys = self._queue.keys
+        replies = self._pipeline(status_commands(keys))
+        return build_status(replies, self._pipeline(worker_commands(keys, replies[-1])))
+
+    def config(self) -> dict[str, str]:
+        """The queue's schema version, incarnation and limits."""
+        [fields] = self._pipeline([("HGETALL", self._queue.keys["config"])])
+        return texts(fields)
+
+    def _pipeline(self, commands: Sequence[tuple[str, ...]]) -> list[Any]:
+        def attempt() -> list[Any]:
+            pipe = self._queue.redis.pipeline(transaction=False)
+            for command in commands:
+                # No name of a redis-py method: its replies stay as Redis sent them.
+                pipe.execute_command(*command)
+            return pipe.execute()
+
+        return self._queue.retrying(attempt) if commands else []
+
+
+def _pieces(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _entries(reply: Any) -> list[tuple[str, str, int]]:
+    """(entry, group id, size) of each, out of whichever form redis-py gives XREADGROUP."""
+    streams = reply.items() if isinstance(reply, dict) else reply or ()
+    found = []
+    for _, entries in streams:
+        for entry, fields in entries:
+            if fields:
+                found.append((entry.decode(), fields[b"group"].decode(), int(fields[b"size"])))
+    return found

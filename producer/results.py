@@ -1,0 +1,133 @@
+"""From a closed group's keys to rollouts: the only place that joins chunks.
+
+The chunks are the only truth about response tokens; the sample's hash says how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.contract.codec import unpack_ids
+from producer.contract.errors import InvalidPayload, InvalidSample
+from producer.contract.keys import QueueKeys, sample_id
+from producer.contract.messages import (
+    LOGPROBS_MODE,
+    Chunk,
+    Rollout,
+    RolloutGroup,
+    Segment,
+    read_job,
+)
+from producer.contract.sampling import SamplingParams
+from producer.contract.states import State
+
+Fields = dict[bytes, bytes]
+Command = tuple[str, ...]
+
+_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+_NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
+
+
+def group_commands(keys: QueueKeys, group_id: str, size: int) -> list[Command]:
+    """The reads that `build_group` needs, to be sent in one pipeline."""
+    commands: list[Command] = [("HGETALL", keys.group(group_id))]
+    for index in range(size):
+        commands += sample_commands(keys, sample_id(group_id, index))
+    return commands
+
+
+def sample_commands(keys: QueueKeys, sid: str) -> list[Command]:
+    return [("HGETALL", keys.sample(sid)), ("LRANGE", keys.chunks(sid), "0", "-1")]
+
+
+def build_group(entry: str, group_id: str, replies: Sequence[Any]) -> RolloutGroup:
+    """A group out of the replies to `group_commands`. Raises InvalidPayload."""
+    group: Fields = replies[0]
+    rollouts = tuple(
+        build_rollout(f"{group_id}/{i}", group, fields, chunks)
+        for i, (fields, chunks) in enumerate(zip(replies[1::2], replies[2::2], strict=True))
+    )
+    return RolloutGroup(
+        id=group_id,
+        rollouts=rollouts,
+        prompt_ids=rollouts[0].prompt_ids,
+        metadata=rollouts[0].metadata,
+        entry=entry,
+    )
+
+
+def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes]) -> Rollout:
+    """A rollout, finished or in the making. Raises InvalidPayload."""
+    get = {k.decode(): v for k, v in fields.items()}.get
+    error = _text(get("error"))
+    try:
+        _, params, metadata = read_job(group.get(b"job", b""), sid)
+        chunks = [Chunk.from_wire(data, sid) for data in raw]
+    except (InvalidPayload, InvalidSample) as reason:
+        # One unreadable member must not take its trainer down, nor be taken for a result.
+        params, metadata, chunks = SamplingParams(), None, []
+        fields = {**fields, b"state": b"failed", b"finish_reason": b"error"}
+        get = {k.decode(): v for k, v in fields.items()}.get
+        error = str(reason)
+    counts = [len(c.token_ids) for c in chunks]
+    response_ids = np.concatenate([c.token_ids for c in chunks]) if chunks else _NO_IDS
+    prompt_ids = group.get(b"prompt_ids", b"")
+    return Rollout(
+        id=sid,
+        group_id=_text(get("group")),
+        index=int(get("index") or 0),
+        state=State(_text(get("state"))),
+        finish_reason=_text(get("finish_reason")),
+        stop_reason=_stop_reason(get("stop_reason")),
+        error=error,
+        text=_text(get("text")),
+        prompt_ids=unpack_ids(prompt_ids, f"prompt of {sid}"),
+        response_ids=response_ids,
+        response_mask=np.ones(len(response_ids), np.int32),
+        response_logprobs=(
+            np.concatenate([c.logprobs for c in chunks]) if chunks else _NO_LOGPROBS
+        ),
+        versions=np.repeat(np.array([c.version for c in chunks], np.int32), counts),
+        segments=_segments(chunks),
+        attempts=int(get("attempts") or 0),
+        interruptions=int(get("interruptions") or 0),
+        crashes=int(get("crashes") or 0),
+        recomputed_tokens=int(get("recomputed_tokens") or 0),
+        logprobs_mode=chunks[0].logprobs_mode if chunks else LOGPROBS_MODE,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        enqueued_at=_seconds(get("enqueued_at")),
+        started_at=_seconds(get("started_at")),
+        finished_at=_seconds(get("finished_at")),
+        metadata=metadata,
+    )
+
+
+def _segments(chunks: Sequence[Chunk]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for c in chunks:
+        tokens = len(c.token_ids)
+        last = segments[-1] if segments else None
+        if last and (last.version, last.worker, last.attempt) == (c.version, c.worker, c.attempt):
+            tokens += segments.pop().tokens
+        segments.append(Segment(c.version, tokens, c.worker, c.attempt))
+    return tuple(segments)
+
+
+def _text(value: bytes | None) -> str:
+    return value.decode("utf-8", "replace") if value else ""
+
+
+def _seconds(value: bytes | None) -> float:
+    return int(value) / 1000 if value else 0.0
+
+
+def _stop_reason(value: bytes | None) -> int | str | None:
+    reason: int | str | None = json.loads(value) if value else None
+    return reason

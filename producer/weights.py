@@ -1,0 +1,142 @@
+"""Publishing weights as files: the `checkpoint` transport.
+
+A directory under the weights root gets safetensors files, then the manifest, then its final
+name by one rename: whoever sees it sees it whole. Clean-up spares the current, the last good
+and every version that a worker serves or loads.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from producer.contract.errors import WeightsError
+from producer.contract.manifest import Manifest, file_digest
+
+#: directories of this name were made here, and may be removed here
+_PREFIX = "rollq-"
+_SHARD_BYTES = 4 * 1024**3
+
+
+def write_checkpoint(root: Path, weights: Any, step: int) -> tuple[str, str]:
+    """Write weights under `root` and return (path relative to it, digest).
+
+    Args:
+        weights: a torch module, a state dict (name in checkpoint form -> tensor; sharded
+            DTensors are gathered), or a directory of safetensors files. A directory that
+            is already under `root` and has a manifest is used as it is.
+
+    Raises:
+        WeightsError: nothing to publish, or it is not weights.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    if isinstance(weights, str | os.PathLike):
+        source = Path(weights).resolve()
+        if not source.is_dir():
+            raise WeightsError(f"{source} is no directory of safetensors files")
+        if source.is_relative_to(root.resolve()) and _has_manifest(source):
+            return str(source.relative_to(root.resolve())), Manifest.read(source).digest
+        return _publish(root, step, lambda target: _copy(source, target))
+    state = weights.state_dict() if hasattr(weights, "state_dict") else weights
+    if not isinstance(state, Mapping) or not state:
+        raise WeightsError(
+            f"{type(weights).__name__} is not weights: give a torch module, a state dict "
+            "or a directory of safetensors files"
+        )
+    return _publish(root, step, lambda target: _save(state, target))
+
+
+def remove_old(root: Path, level: Mapping[str, str], in_use: Iterable[int], keep: int = 2) -> None:
+    """Remove directories made here whose version nobody needs any more.
+
+    Args:
+        level: the hash `weights`. in_use: versions that workers serve or load.
+        keep: how many of the newest versions stay in any case.
+    """
+    paths = {int(f.split(":")[0]): p for f, p in level.items() if f.endswith(":path")}
+    spared = {int(level.get("current", 0)), int(level.get("last_good", 0)), *in_use}
+    spared |= set(sorted(paths)[-keep:])
+    needed = {path for version, path in paths.items() if version in spared}
+    for path in set(paths.values()) - needed:
+        if path.startswith(_PREFIX) and "/" not in path:
+            shutil.rmtree(root / path, ignore_errors=True)
+
+
+def _publish(root: Path, step: int, write: Any) -> tuple[str, str]:
+    name = f"{_PREFIX}step{step}-{secrets.token_hex(4)}"
+    unfinished = root / f".{name}"
+    unfinished.mkdir()
+    try:
+        write(unfinished)
+        files = {}
+        for path in sorted(unfinished.glob("*.safetensors")):
+            files[path.name] = (path.stat().st_size, file_digest(path))
+            _sync(path)
+        manifest = Manifest(files)
+        manifest.write(unfinished)
+        _sync(unfinished)
+        unfinished.rename(root / name)
+        _sync(root)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return name, manifest.digest
+
+
+def _copy(source: Path, target: Path) -> None:
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{source} holds no safetensors files")
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+
+
+def _save(state: Mapping[str, Any], target: Path) -> None:
+    from safetensors.torch import save_file
+
+    shards = list(_shards(state))
+    for i, shard in enumerate(shards, 1):
+        save_file(shard, target / f"model-{i:05d}-of-{len(shards):05d}.safetensors")
+
+
+def _shards(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    shard: dict[str, Any] = {}
+    size = 0
+    seen: set[int] = set()
+    for name, value in state.items():
+        tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if not hasattr(tensor, "detach"):
+            raise WeightsError(f"{name} of the state dict is a {type(value).__name__}, no tensor")
+        tensor = tensor.detach().cpu().contiguous()
+        # Tied weights share memory, which safetensors refuses to write.
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in seen:
+            tensor = tensor.clone()
+        seen.add(pointer)
+        nbytes = tensor.numel() * tensor.element_size()
+        if shard and size + nbytes > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += nbytes
+    yield shard
+
+
+def _has_manifest(directory: Path) -> bool:
+    try:
+        Manifest.read(directory)
+    except WeightsError:
+        return False
+    return True
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
