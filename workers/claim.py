@@ -1,0 +1,115 @@
+"""Claiming: as many ready samples as there is room for, read so far as they were made."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+
+from producer.contract.codec import unpack_ids
+from producer.contract.errors import InvalidPayload, InvalidSample
+from producer.contract.messages import Chunk, Claim, read_job
+from producer.contract.sampling import SamplingParams
+from workers import resume
+from workers.held import Held, Outcome
+from workers.prompt import settle_prompts
+from workers.state import WorkerState
+
+#: share of the KV cache that claims may fill; the rest absorbs longer samples
+_KV_SHARE = 0.9
+
+
+class Claimer:
+    """Claims for one worker. What it returns is in `state.held`, so its leases are renewed."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+
+    @property
+    def slots(self) -> int:
+        """How many more samples the worker may hold."""
+        state = self._state
+        most = state.settings.max_samples or state.engine.info.max_num_seqs
+        return min(most, state.engine.info.max_num_seqs) - len(state.held)
+
+    def room(self) -> int:
+        """KV cache tokens that are not spoken for."""
+        state = self._state
+        reserve = state.settings.reserve_tokens
+        used = sum(
+            len(h.prompt_ids) + h.made + min(max(0, h.budget - h.made), reserve)
+            for h in state.held.values()
+        )
+        return int(_KV_SHARE * state.engine.info.kv_cache_tokens) - used
+
+    async def claim(self) -> list[Held]:
+        """Samples ready to be generated, or already with an outcome; none if nothing waits."""
+        state = self._state
+        limit, room = self.slots, self.room()
+        if limit <= 0 or (state.held and room <= 0):
+            return []
+        current, last_good, headers = await state.queue.call(
+            "claim",
+            worker=state.settings.name,
+            request=secrets.token_hex(8),
+            version=state.version,
+            limit=limit,
+            held=len(state.held),
+            suspect=int(not any(h.claim.crashes for h in state.held.values())),
+            room=max(0, room),
+            reserve=state.settings.reserve_tokens,
+        )
+        state.notice(current, last_good)
+        held = [self._hold(Claim.from_wire(h)) for h in headers]
+        texts = await self._read_stored(held)
+        await settle_prompts(state, [(h, texts[h.id]) for h in held if h.id in texts])
+        for h in held:
+            self._set_budget(h)
+        return [h for h in held if not h.lost]
+
+    def _hold(self, claim: Claim) -> Held:
+        held = Held(
+            claim=claim,
+            params=SamplingParams(),
+            prompt_ids=np.empty(0, np.int32),
+            worker=self._state.settings.name,
+            logprobs_mode=self._state.engine.info.logprobs_mode,
+        )
+        self._state.held[claim.id] = held
+        return held
+
+    async def _read_stored(self, held: list[Held]) -> dict[str, object]:
+        """Decode jobs and the chunks of earlier attempts; returns prompts that are text."""
+        queue = self._state.queue
+        partial = [h for h in held if h.claim.tokens]
+
+        async def read() -> list[list[bytes]]:
+            async with queue.redis.pipeline(transaction=False) as pipe:
+                for h in partial:
+                    pipe.lrange(queue.keys.chunks(h.id), 0, -1)
+                replies: list[list[bytes]] = await pipe.execute()
+                return replies
+
+        stored = dict(zip((h.id for h in partial), await queue.retrying(read), strict=True))
+        texts: dict[str, object] = {}
+        for h in held:
+            try:
+                prompt, h.params, _ = read_job(h.claim.job, h.id)
+                h.prompt_ids = unpack_ids(h.claim.prompt_ids, f"prompt of {h.id}")
+                for data in stored.get(h.id, ()):
+                    h.add_stored(Chunk.from_wire(data, h.id), data)
+            except (InvalidPayload, InvalidSample) as error:
+                h.outcome = Outcome("fail", str(error))
+                continue
+            if not len(h.prompt_ids):
+                texts[h.id] = prompt
+        return texts
+
+    def _set_budget(self, held: Held) -> None:
+        if held.outcome is not None:
+            return
+        length = self._state.engine.info.max_model_len
+        try:
+            held.budget = resume.budget(held.params, len(held.prompt_ids), length)
+        except InvalidSample as error:
+            held.outcome = Outcome("fail", str(error))

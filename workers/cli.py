@@ -1,0 +1,127 @@
+"""`rollq worker`: one worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import click
+
+from producer.contract.errors import InvalidSample
+from workers.engines.protocol import Engine
+from workers.settings import WorkerSettings, default_name
+
+
+@click.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "auto_envvar_prefix": "ROLLQ",
+        "show_default": True,
+    }
+)
+@click.argument("model", required=False)
+@click.option("--redis", "url", default="redis://localhost:6379", envvar="ROLLQ_REDIS_URL")
+@click.option("--queue", default="default", envvar="ROLLQ_QUEUE")
+@click.option("--name", default=None, help="Unique in the pool; made of host and pid by default.")
+@click.option(
+    "--weights-dir",
+    type=click.Path(path_type=Path),
+    envvar="ROLLQ_WEIGHTS_DIR",
+    help="Where published weights are; the directory that the trainer writes to.",
+)
+@click.option("--engine", type=click.Choice(["vllm", "sim"]), default="vllm")
+@click.option("--sim", default="", help="Settings of the simulated engine: name=value,...")
+@click.option("--checkpoint-tokens", default=64, help="A killed worker costs at most so many.")
+@click.option("--checkpoint-seconds", default=5.0)
+@click.option("--reserve-tokens", default=256, help="Expected of a sample still to be made.")
+@click.option("--max-samples", default=0, help="Held at once; 0: as many as the engine runs.")
+@click.option("--grace-seconds", default=30.0, help="For handing back when told to stop.")
+@click.option("--stall-seconds", default=120.0, help="Without an engine step: give up.")
+@click.option("--load-seconds", default=900.0, help="For one weight load: give up.")
+@click.option("--log-level", default="INFO")
+@click.pass_context
+def worker(
+    context: click.Context,
+    model: str | None,
+    url: str,
+    queue: str,
+    name: str | None,
+    weights_dir: Path | None,
+    engine: str,
+    sim: str,
+    checkpoint_tokens: int,
+    checkpoint_seconds: float,
+    reserve_tokens: int,
+    max_samples: int,
+    grace_seconds: float,
+    stall_seconds: float,
+    load_seconds: float,
+    log_level: str,
+) -> None:
+    """Generate samples of a queue with MODEL until told to stop.
+
+    MODEL and all further flags are vLLM's own, as in `vllm serve`.
+
+    \b
+    rollq worker Qwen/Qwen3-8B --redis redis://host:6379 --tensor-parallel-size 2
+    rollq worker --engine sim --sim token_rate=50,max_num_seqs=64
+
+    SIGTERM hands back every sample with its tokens and exits with 0; exit codes: 1 a failure
+    (its reason is the last line of the log), 3 the engine or event loop stood still.
+    """
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    settings = WorkerSettings(
+        url=url,
+        queue=queue,
+        name=name or default_name(),
+        weights_dir=weights_dir,
+        checkpoint_tokens=checkpoint_tokens,
+        checkpoint_seconds=checkpoint_seconds,
+        reserve_tokens=reserve_tokens,
+        max_samples=max_samples,
+        grace_seconds=grace_seconds,
+        stall_seconds=stall_seconds,
+        load_seconds=load_seconds,
+    )
+    make = _sim if engine == "sim" else _vllm
+    sys.exit(asyncio.run(_run(settings, make(model, sim, settings, context.args))))
+
+
+async def _run(settings: WorkerSettings, engine: Engine) -> int:
+    from workers.worker import Worker
+
+    return await Worker(settings, engine).run()
+
+
+def _sim(model: str | None, sim: str, settings: WorkerSettings, rest: list[str]) -> Engine:
+    from workers.engines.sim import SimEngine, SimSettings
+
+    if rest:
+        raise click.UsageError(f"{' '.join(rest)}: the simulated engine takes --sim NAME=VALUE,...")
+    try:
+        text = f"stream_interval={max(1, settings.checkpoint_tokens // 4)},{sim}"
+        return SimEngine(SimSettings.parse(text))
+    except ValueError as error:
+        raise click.UsageError(f"--sim: {error}") from None
+
+
+def _vllm(model: str | None, sim: str, settings: WorkerSettings, rest: list[str]) -> Engine:
+    if model is None:
+        raise click.UsageError("give the MODEL to serve, or --engine sim")
+    if sim:
+        raise click.UsageError("--sim goes with --engine sim")
+    try:
+        from workers.engines.vllm import VllmEngine, engine_args_from_cli
+    except ImportError as error:
+        raise InvalidSample(
+            f"vLLM cannot be imported ({error}): install rollq[gpu] or rollq[cpu]"
+        ) from error
+    return VllmEngine(
+        engine_args_from_cli(model, rest),
+        checkpoint_tokens=max(1, settings.checkpoint_tokens // 4),
+    )

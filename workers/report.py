@@ -1,0 +1,148 @@
+"""Reporting: checkpoints and ends of all samples, in one round trip a flush.
+
+A sample's end is only sent behind its tokens, and counts only when all are stored; what Redis
+answers to be missing is sent again. While Redis is away, flushes wait and generation goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from producer.contract.connection import Call, split
+from producer.contract.scripts import Argument
+from workers.held import Held
+from workers.state import WorkerState
+
+#: seconds that a flush waits for company
+_LINGER = 0.01
+
+
+class Reporter:
+    """One flush at a time; `note` and `wake` are cheap and called from the sample tasks."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self._wake = asyncio.Event()
+        self._lock = asyncio.Lock()
+
+    def note(self, held: Held) -> None:
+        """A sample made tokens: flush if they are due."""
+        if held.due(
+            self._state.settings.checkpoint_tokens, self._state.settings.checkpoint_seconds
+        ):
+            self._wake.set()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Flush what is due, for ever."""
+        period = max(0.05, self._state.settings.checkpoint_seconds / 4)
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), period)
+                await asyncio.sleep(_LINGER)
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await self.flush()
+
+    async def settle(self, samples: Sequence[Held]) -> None:
+        """Flush until none of these, all with an outcome, is ours any more."""
+        while any(self._state.held.get(h.id) is h for h in samples):
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Store what is due, then report the outcomes."""
+        async with self._lock:
+            settings = self._state.settings
+            due = [
+                h
+                for h in self._state.held.values()
+                if h.due(settings.checkpoint_tokens, settings.checkpoint_seconds)
+            ]
+            batch: list[tuple[Call, Sequence[Held]]] = [*self._checkpoints(due), *self._ends(due)]
+            if not batch:
+                return
+            replies = await self._state.queue.call_many([call for call, _ in batch])
+            for ((name, _, _), samples), (current, last_good, answers) in zip(
+                batch, replies, strict=True
+            ):
+                self._state.notice(current, last_good)
+                for held, answer in zip(samples, answers, strict=True):
+                    self._answered(name, held, answer)
+
+    def _checkpoints(self, due: Sequence[Held]) -> list[tuple[Call, Sequence[Held]]]:
+        items: list[Sequence[Argument]] = []
+        owners = []
+        for held in due:
+            held.seal()
+            for piece in held.unstored():
+                items.append(
+                    (
+                        held.id,
+                        held.claim.lease_token,
+                        piece.offset,
+                        len(piece.chunk.token_ids),
+                        piece.chunk.version,
+                        piece.data,
+                    )
+                )
+                owners.append(held)
+        return self._calls("checkpoint", {}, items, owners)
+
+    def _ends(self, due: Sequence[Held]) -> list[tuple[Call, Sequence[Held]]]:
+        kinds: dict[tuple[str, str], list[Held]] = defaultdict(list)
+        for held in due:
+            if end := held.outcome:
+                kinds[end.kind, end.reason if end.kind == "release" else ""].append(held)
+        calls: list[tuple[Call, Sequence[Held]]] = []
+        for (kind, reason), samples in kinds.items():
+            items = [self._end_item(h) for h in samples]
+            if kind == "finish":
+                calls += self._calls("finish", {}, items, samples)
+            elif kind == "release":
+                calls += self._calls("release", {"reason": reason}, items, samples)
+            else:
+                scalars: dict[str, Argument] = {"kind": "crash" if kind == "crash" else "error"}
+                calls += self._calls("fail", scalars, items, samples)
+        return calls
+
+    def _end_item(self, held: Held) -> Sequence[Argument]:
+        end = held.outcome
+        assert end is not None
+        key = (held.id, held.claim.lease_token)
+        if end.kind == "finish":
+            return (*key, held.made, end.reason, end.stop_reason, end.text)
+        if end.kind == "release":
+            return (*key, held.made)
+        return (*key, end.reason)
+
+    def _calls(
+        self,
+        name: str,
+        scalars: dict[str, Argument],
+        items: Sequence[Sequence[Argument]],
+        owners: Sequence[Held],
+    ) -> list[tuple[Call, Sequence[Held]]]:
+        calls: list[tuple[Call, Sequence[Held]]] = []
+        at = 0
+        for piece in split(items):
+            call: Call = (name, {"worker": self._state.settings.name, **scalars}, piece)
+            calls.append((call, owners[at : at + len(piece)]))
+            at += len(piece)
+        return calls
+
+    def _answered(self, name: str, held: Held, answer: int) -> None:
+        if answer < 0:
+            self._state.lose(held)
+        elif name == "fail":
+            self._state.drop(held)
+        else:
+            held.stored = answer
+            if name != "checkpoint" and answer >= held.made:
+                self._state.drop(held)
+            elif held.stored < held.made and held.outcome is not None:
+                self._wake.set()

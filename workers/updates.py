@@ -1,0 +1,206 @@
+"""Weight updates: from a notice to serving, without losing a token.
+
+fetch and verify while the engine generates -> close admission -> every admitted sample has
+made a token -> pause -> hand back, while loading -> resume -> confirm.
+
+The level (`current` in the hash `weights`) is what counts; the stream is only a quick hint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from producer.contract.errors import EngineDead, EngineError, WeightLoadError, WeightsError
+from producer.contract.manifest import Manifest, confined
+from producer.contract.states import UpdatePolicy, WeightState
+from workers.admission import Admission
+from workers.report import Reporter
+from workers.state import WorkerState, log
+
+#: seconds between attempts to fetch, doubling from the first to the second
+_FETCH_AGAIN = (0.2, 10.0)
+#: attempts before a failed fetch is reported; network file systems show files late
+_QUIET_FETCHES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One version as the hash `weights` describes it."""
+
+    version: int
+    path: str
+    state: str
+    policy: str
+    deadline_s: float
+
+
+class Updater:
+    """Brings the worker to the newest version, one at a time."""
+
+    def __init__(self, state: WorkerState, admission: Admission, reporter: Reporter) -> None:
+        self._state = state
+        self._admission = admission
+        self._reporter = reporter
+
+    async def listen(self) -> None:
+        """Read the stream of publications, for ever; each is a hint to look at the level."""
+        queue = self._state.queue
+        stream, last = queue.keys["updates"], "$"
+        while True:
+            reply = await queue.retrying(partial(queue.redis.xread, {stream: last}, block=2000))
+            for _, entries in reply.items() if isinstance(reply, dict) else reply or ():
+                last = entries[-1][0]
+            if reply:
+                await self.look()
+
+    async def look(self) -> None:
+        """Read the level itself."""
+        queue = self._state.queue
+        current, last_good = await queue.retrying(
+            lambda: queue.redis.hmget(queue.keys["weights"], "current", "last_good")
+        )
+        self._state.notice(int(current or 0), int(last_good or 0))
+
+    async def run(self) -> None:
+        """Follow the level, for ever."""
+        while True:
+            await self._state.level_changed.wait()
+            self._state.level_changed.clear()
+            while (version := self._state.current) > self._state.version:
+                publication = await self._read(version)
+                if publication is None or publication.state == WeightState.BAD:
+                    break
+                self._state.loading = version
+                directory = await self._fetch(publication)
+                if directory is not None:
+                    await self._swap(publication, directory)
+                self._state.loading = -1
+                if self._state.stop.is_set():
+                    return
+
+    async def _read(self, version: int) -> Publication | None:
+        queue = self._state.queue
+        names = ("path", "state", "policy", "deadline_ms")
+        path, state, policy, deadline = await queue.retrying(
+            lambda: queue.redis.hmget(queue.keys["weights"], [f"{version}:{n}" for n in names])
+        )
+        if path is None:
+            return None
+        return Publication(
+            version, path.decode(), state.decode(), policy.decode(), int(deadline) / 1000
+        )
+
+    # fetch
+
+    async def _fetch(self, publication: Publication) -> Path | None:
+        """A verified directory; None when a newer version came, or this one is given up."""
+        pause, most = _FETCH_AGAIN
+        failures = 0
+        while self._state.current == publication.version:
+            try:
+                return await asyncio.to_thread(self._verified, publication.path)
+            except WeightsError as error:
+                failures += 1
+                self._state.last_error = f"version {publication.version}: {error}"
+                log.warning("cannot fetch %s (attempt %d)", self._state.last_error, failures)
+                if (
+                    failures >= _QUIET_FETCHES
+                    and await self._confirm(publication.version, str(error)) == WeightState.BAD
+                ):
+                    return None
+            self._state.level_changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._state.level_changed.wait(), pause)
+            pause = min(most, pause * 2)
+        return None
+
+    def _verified(self, path: str) -> Path:
+        root = self._state.settings.weights_dir
+        if root is None:
+            raise WeightsError("this worker has no --weights-dir, so it cannot load any weights")
+        directory = confined(root, path)
+        Manifest.read(directory).verify(directory)
+        return directory
+
+    # swap
+
+    async def _swap(self, publication: Publication, directory: Path) -> None:
+        """Load the new weights under the samples in flight, as the policy says."""
+        state = self._state
+        started = time.monotonic()
+        state.phase = "updating"
+        state.load_deadline = started + state.settings.load_seconds + publication.deadline_s
+        try:
+            await self._admission.close()
+            await self._hold_still(publication)
+            await state.engine.load(directory, publication.version)
+            state.version = publication.version
+            await state.engine.resume()
+        except WeightLoadError as error:
+            await self._confirm(publication.version, str(error))
+            state.give_up(f"loading version {publication.version} failed: {error}")
+            return
+        except EngineError as error:
+            state.give_up(f"the engine failed during an update: {error}")
+            return
+        finally:
+            state.load_deadline = 0.0
+            state.phase = "serving"
+            # Also after a failure: whoever waits there sees the stop and hands back.
+            self._admission.open()
+            state.free.set()
+        state.last_error = ""
+        log.info(
+            "serving version %d after %.0f ms",
+            publication.version,
+            1000 * (time.monotonic() - started),
+        )
+        if await self._confirm(publication.version, "") == WeightState.BAD:
+            state.give_up(
+                f"version {publication.version} was given up by the pool before this worker "
+                "could prove it; it must start again with the current one"
+            )
+
+    async def _hold_still(self, publication: Publication) -> None:
+        """Pause the engine; unless the samples stay in it, see them all handed back."""
+        state = self._state
+        # Updates that come faster than a first token must not starve a sample.
+        await state.until(
+            lambda: not any(h.waits_for_token for h in state.held.values()),
+            state.settings.first_token_seconds,
+        )
+        if publication.policy == UpdatePolicy.KEEP:
+            await state.engine.pause("keep")
+            return
+        if publication.policy == UpdatePolicy.FINISH:
+            await state.until(lambda: not state.in_engine(), publication.deadline_s)
+        await interrupt(state, self._reporter, "update")
+
+    async def _confirm(self, version: int, error: str) -> str:
+        current, last_good, verdict = await self._state.queue.call(
+            "confirm", worker=self._state.settings.name, version=version, error=error[:1000]
+        )
+        self._state.notice(current, last_good)
+        return str(verdict.decode())
+
+
+async def interrupt(state: WorkerState, reporter: Reporter, reason: str) -> None:
+    """Abort everything in the engine, await the last outputs, and start handing back.
+
+    Raises:
+        EngineDead: the engine does not end its requests.
+    """
+    state.interruption = reason
+    await state.engine.pause("abort")
+    if not await state.until(lambda: not state.in_engine(), state.settings.final_output_seconds):
+        await state.engine.abort([h.request_id for h in state.in_engine()])
+        if not await state.until(
+            lambda: not state.in_engine(), state.settings.final_output_seconds
+        ):
+            raise EngineDead(f"{len(state.in_engine())} requests did not end after their abort")
+    reporter.wake()
