@@ -18,7 +18,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 COVERAGE  := --cov --cov-branch --cov-report=term:skip-covered
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick lint clean
+.PHONY: help demo test test-quick lint bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(READY) ## what the queue costs, as ratios within one run
+	$(BIN)/python -m tests.bench.queue $(ARGS)
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -253,10 +253,12 @@ class RolloutClient:
                 f"max_results={max_results}: they could never be closed together"
             )
         deadline = None if timeout is None else time.monotonic() + timeout
+        # Between two blocks it reaps, which must be often for a lease.
+        block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
         taken: list[tuple[str, str, int]] = []
         while len(taken) < groups:
             drained = not self._look_back and not follow and self._drained()
-            more = self._read(groups - len(taken), 0 if drained else _BLOCK_MS)
+            more = self._read(groups - len(taken), 0 if drained else block_ms)
             taken += more
             self._reap()
             if drained and not more and not self._look_back:
@@ -288,26 +290,27 @@ class RolloutClient:
 
     def _read(self, most: int, block_ms: int) -> list[tuple[str, str, int]]:
         """Entries (entry, group id, size) not in hand: first the pending, then new ones."""
+        looked_back, reply = self._queue.retrying(lambda: self._read_once(most, block_ms))
+        fresh = [e for e in _entries(reply) if e[0] not in self._in_hand][:most]
+        if looked_back and len(fresh) < most:
+            self._look_back = False
+        self._in_hand.update((entry, group_id) for entry, group_id, _ in fresh)
+        return fresh
+
+    def _read_once(self, most: int, block_ms: int) -> tuple[bool, Any]:
+        """Whether it read the pending entries, and the reply."""
         stream = self._queue.keys["results"]
         group = ("XREADGROUP", "GROUP", TRAINER_GROUP, self.consumer)
         command: tuple[Any, ...]
-        if self._look_back:
+        looked_back = self._look_back
+        if looked_back:
             # All of them: those in hand are among the pending, too.
             command = (*group, "STREAMS", stream, "0")
         else:
             block = ("BLOCK", block_ms) if block_ms else ()
             command = (*group, "COUNT", min(most, 256), *block, "STREAMS", stream, ">")
-        reply = self._queue.retrying(lambda: self._execute(command))
-        entries = _entries(reply)
-        fresh = [e for e in entries if e[0] not in self._in_hand][:most]
-        if self._look_back and len(fresh) < most:
-            self._look_back = False
-        self._in_hand.update((entry, group_id) for entry, group_id, _ in fresh)
-        return fresh
-
-    def _execute(self, command: tuple[Any, ...]) -> Any:
         try:
-            return self._queue.redis.execute_command(*command)
+            return looked_back, self._queue.redis.execute_command(*command)
         except RedisError:
             # The reply may be lost with entries in it: they are pending now.
             self._look_back = True
@@ -401,7 +404,8 @@ class RolloutClient:
                 "no weights directory: give RolloutClient(weights_dir=...) or set "
                 "ROLLQ_WEIGHTS_DIR to a directory that the workers see, too"
             )
-        path, digest = write_checkpoint(self.weights_dir, weights, step)
+        queue = self._queue.keys.queue
+        path, digest = write_checkpoint(self.weights_dir, queue, weights, step)
         version, _new = self._queue.call(
             "publish",
             request=secrets.token_hex(8),
@@ -416,7 +420,7 @@ class RolloutClient:
         self._newest = max(self._newest, version)
         status = self.status()
         in_use = [v for w in status.workers for v in (w.version, w.loading)]
-        remove_old(self.weights_dir, status.weights, in_use)
+        remove_old(self.weights_dir, queue, status.weights, in_use)
         return int(version)
 
     def wait_for_version(self, version: int, *, workers: int = 1, timeout: float = 60.0) -> None:

@@ -68,15 +68,15 @@ def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes])
     try:
         _, params, metadata = read_job(group.get(b"job", b""), sid)
         chunks = [Chunk.from_wire(data, sid) for data in raw]
+        prompt_ids = unpack_ids(group.get(b"prompt_ids", b""), f"prompt of {sid}")
     except (InvalidPayload, InvalidSample) as reason:
         # One unreadable member must not take its trainer down, nor be taken for a result.
-        params, metadata, chunks = SamplingParams(), None, []
+        params, metadata, chunks, prompt_ids = SamplingParams(), None, [], _NO_IDS
         fields = {**fields, b"state": b"failed", b"finish_reason": b"error"}
         get = {k.decode(): v for k, v in fields.items()}.get
         error = str(reason)
     counts = [len(c.token_ids) for c in chunks]
     response_ids = np.concatenate([c.token_ids for c in chunks]) if chunks else _NO_IDS
-    prompt_ids = group.get(b"prompt_ids", b"")
     return Rollout(
         id=sid,
         group_id=_text(get("group")),
@@ -86,7 +86,7 @@ def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes])
         stop_reason=_stop_reason(get("stop_reason")),
         error=error,
         text=_text(get("text")),
-        prompt_ids=unpack_ids(prompt_ids, f"prompt of {sid}"),
+        prompt_ids=prompt_ids,
         response_ids=response_ids,
         response_mask=np.ones(len(response_ids), np.int32),
         response_logprobs=(

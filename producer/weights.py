@@ -17,13 +17,12 @@ from typing import Any
 from producer.contract.errors import WeightsError
 from producer.contract.manifest import Manifest, file_digest
 
-#: directories of this name were made here, and may be removed here
-_PREFIX = "rollq-"
 _SHARD_BYTES = 4 * 1024**3
+_SPARED_SECONDS = 60.0
 
 
-def write_checkpoint(root: Path, weights: Any, step: int) -> tuple[str, str]:
-    """Write weights under `root` and return (path relative to it, digest).
+def write_checkpoint(root: Path, queue: str, weights: Any, step: int) -> tuple[str, str]:
+    """Write weights under `root/queue` and return (path relative to `root`, digest).
 
     Args:
         weights: a torch module, a state dict (name in checkpoint form -> tensor; sharded
@@ -33,42 +32,44 @@ def write_checkpoint(root: Path, weights: Any, step: int) -> tuple[str, str]:
     Raises:
         WeightsError: nothing to publish, or it is not weights.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    (root / queue).mkdir(parents=True, exist_ok=True)
     if isinstance(weights, str | os.PathLike):
         source = Path(weights).resolve()
         if not source.is_dir():
             raise WeightsError(f"{source} is no directory of safetensors files")
         if source.is_relative_to(root.resolve()) and _has_manifest(source):
             return str(source.relative_to(root.resolve())), Manifest.read(source).digest
-        return _publish(root, step, lambda target: _copy(source, target))
+        return _publish(root, queue, step, lambda target: _copy(source, target))
     state = weights.state_dict() if hasattr(weights, "state_dict") else weights
     if not isinstance(state, Mapping) or not state:
         raise WeightsError(
             f"{type(weights).__name__} is not weights: give a torch module, a state dict "
             "or a directory of safetensors files"
         )
-    return _publish(root, step, lambda target: _save(state, target))
+    return _publish(root, queue, step, lambda target: _save(state, target))
 
 
-def remove_old(root: Path, level: Mapping[str, str], in_use: Iterable[int], keep: int = 2) -> None:
-    """Remove directories made here whose version nobody needs any more.
+def remove_old(root: Path, queue: str, level: Mapping[str, str], in_use: Iterable[int]) -> None:
+    """Remove a queue's directories, made here, that nobody needs any more.
+
+    One made less than a minute before the newest stays in any case: a worker may be about
+    to read it and has not said so yet.
 
     Args:
         level: the hash `weights`. in_use: versions that workers serve or load.
-        keep: how many of the newest versions stay in any case.
     """
-    paths = {int(f.split(":")[0]): p for f, p in level.items() if f.endswith(":path")}
-    spared = {int(level.get("current", 0)), int(level.get("last_good", 0)), *in_use}
-    spared |= set(sorted(paths)[-keep:])
-    needed = {path for version, path in paths.items() if version in spared}
-    for path in set(paths.values()) - needed:
-        if path.startswith(_PREFIX) and "/" not in path:
-            shutil.rmtree(root / path, ignore_errors=True)
+    spared = {level.get("current", "0"), level.get("last_good", "0"), *map(str, in_use)}
+    needed = {level.get(f"{version}:path") for version in spared}
+    made = {d: d.stat().st_mtime for d in (root / queue).glob("step*")}
+    recent = max(made.values(), default=0.0) - _SPARED_SECONDS
+    for directory, at in made.items():
+        if at < recent and str(directory.relative_to(root)) not in needed:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
-def _publish(root: Path, step: int, write: Any) -> tuple[str, str]:
-    name = f"{_PREFIX}step{step}-{secrets.token_hex(4)}"
-    unfinished = root / f".{name}"
+def _publish(root: Path, queue: str, step: int, write: Any) -> tuple[str, str]:
+    target = root / queue / f"step{step}-{secrets.token_hex(4)}"
+    unfinished = target.with_name(f".{target.name}")
     unfinished.mkdir()
     try:
         write(unfinished)
@@ -79,12 +80,12 @@ def _publish(root: Path, step: int, write: Any) -> tuple[str, str]:
         manifest = Manifest(files)
         manifest.write(unfinished)
         _sync(unfinished)
-        unfinished.rename(root / name)
-        _sync(root)
+        unfinished.rename(target)
+        _sync(target.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return name, manifest.digest
+    return str(target.relative_to(root)), manifest.digest
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 
 from producer.contract.codec import unpack_ids
-from producer.contract.errors import InvalidPayload, InvalidSample
+from producer.contract.errors import EngineError, InvalidPayload, InvalidSample
 from producer.contract.messages import Chunk, Claim, read_job
 from producer.contract.sampling import SamplingParams
 from workers import resume
@@ -62,7 +62,12 @@ class Claimer:
         state.notice(current, last_good)
         held = [self._hold(Claim.from_wire(h)) for h in headers]
         texts = await self._read_stored(held)
-        await settle_prompts(state, [(h, texts[h.id]) for h in held if h.id in texts])
+        try:
+            await settle_prompts(state, [(h, texts[h.id]) for h in held if h.id in texts])
+        except EngineError as error:
+            state.give_up(f"the engine died: {error}")
+            for h in held:
+                h.outcome = h.outcome or Outcome("release", "failure")
         for h in held:
             self._set_budget(h)
         return [h for h in held if not h.lost]
@@ -75,6 +80,8 @@ class Claimer:
             worker=self._state.settings.name,
             logprobs_mode=self._state.engine.info.logprobs_mode,
         )
+        if (earlier := self._state.held.get(claim.id)) and earlier.outcome is None:
+            self._state.lose(earlier)
         self._state.held[claim.id] = held
         return held
 
@@ -101,7 +108,9 @@ class Claimer:
             except (InvalidPayload, InvalidSample) as error:
                 h.outcome = Outcome("fail", str(error))
                 continue
-            if not len(h.prompt_ids):
+            if not len(h.prompt_ids) and not prompt:
+                h.outcome = Outcome("fail", "the prompt is empty")
+            elif not len(h.prompt_ids):
                 texts[h.id] = prompt
         return texts
 

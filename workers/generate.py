@@ -26,7 +26,10 @@ async def generate(
     except InvalidSample as error:
         held.outcome = Outcome("fail", str(error))
     except EngineError as error:
-        held.outcome = Outcome("crash", f"engine of worker {state.settings.name} died: {error}")
+        # Handed back already where a load failed, which is no sample's fault.
+        held.outcome = held.outcome or Outcome(
+            "crash", f"engine of worker {state.settings.name} died: {error}"
+        )
         state.give_up(f"the engine died: {error}")
     state.moved.set()
     reporter.wake()
@@ -45,6 +48,9 @@ async def _attempt(
         # An aborted request's late outputs must never meet its next attempt.
         held.request_id = f"{held.id}-{held.claim.attempts}-{secrets.token_hex(4)}"
         outputs = await state.engine.add(EngineRequest(held.request_id, prompt_ids, params))
+    if held.lost:
+        # Lost on its way into the engine, which did not know the request then.
+        await state.engine.abort([held.request_id])
     async for output in outputs:
         held.add_output(output)
         state.tokens += len(output.token_ids)

@@ -14,6 +14,8 @@ from producer.contract.sampling import SamplingParams
 from workers.engines.protocol import EngineOutput
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+#: half a megabyte: far below what a payload may have
+_CHUNK_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,16 +113,19 @@ class Held:
             while run < len(self._unsealed) and self._unsealed[run][0] == version:
                 run += 1
             parts, self._unsealed = self._unsealed[:run], self._unsealed[run:]
-            chunk = Chunk(
-                version=version,
-                worker=self.worker,
-                attempt=self.claim.attempts,
-                token_ids=np.concatenate([ids for _, ids, _ in parts]),
-                logprobs=np.concatenate([logprobs for _, _, logprobs in parts]),
-                logprobs_mode=self.logprobs_mode,
-            )
-            offset = self.pieces[-1].end if self.pieces else 0
-            self.pieces.append(Piece(offset, chunk, chunk.to_wire()))
+            token_ids = np.concatenate([ids for _, ids, _ in parts])
+            logprobs = np.concatenate([logprobs for _, _, logprobs in parts])
+            for at in range(0, len(token_ids), _CHUNK_TOKENS):
+                chunk = Chunk(
+                    version=version,
+                    worker=self.worker,
+                    attempt=self.claim.attempts,
+                    token_ids=token_ids[at : at + _CHUNK_TOKENS],
+                    logprobs=logprobs[at : at + _CHUNK_TOKENS],
+                    logprobs_mode=self.logprobs_mode,
+                )
+                offset = self.pieces[-1].end if self.pieces else 0
+                self.pieces.append(Piece(offset, chunk, chunk.to_wire()))
 
     def unstored(self) -> list[Piece]:
         """Sealed pieces that Redis does not have yet, in order."""

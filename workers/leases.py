@@ -47,6 +47,7 @@ class LeaseThread:
         self._tokens = (0, time.monotonic())
         self._rate = 0.0
         self._renewed = time.monotonic()
+        self._away = False
 
     def start(self) -> None:
         self._thread.start()
@@ -72,9 +73,12 @@ class LeaseThread:
                 self._renew()
                 self._beat()
                 self._queue.call("reap", limit=256)
+                self._away = False
             except RollqError as error:
                 # Nothing is lost yet: the next period tries again.
-                log.warning("lease thread: %s", error)
+                if not self._away:
+                    log.warning("leases are not renewed: %s", error)
+                self._away = True
             self._stop.wait(period)
         try:
             self._queue.call("leave", worker=self._state.settings.name)
@@ -85,7 +89,9 @@ class LeaseThread:
     def _standstill(self) -> str | None:
         now = time.monotonic()
         state = self._state
-        if now - self._ticked > self._lease / 2:
+        # An engine that starts may hold the interpreter for long; nothing is held then.
+        allowed = self._lease / 2 if state.held else state.settings.stall_seconds
+        if state.phase != "starting" and now - self._ticked > allowed:
             return f"the event loop stood still for {now - self._ticked:.1f} s"
         if state.load_deadline and now > state.load_deadline:
             return f"loading version {state.loading} took over {state.settings.load_seconds:.0f} s"

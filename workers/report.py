@@ -7,6 +7,7 @@ answers to be missing is sent again. While Redis is away, flushes wait and gener
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -41,11 +42,11 @@ class Reporter:
         """Flush what is due, for ever."""
         period = max(0.05, self._state.settings.checkpoint_seconds / 4)
         while True:
-            try:
-                await asyncio.wait_for(self._wake.wait(), period)
+            # Not wait_for: in Python 3.11 it swallows a cancel that comes with the wake-up.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(period):
+                    await self._wake.wait()
                 await asyncio.sleep(_LINGER)
-            except TimeoutError:
-                pass
             self._wake.clear()
             await self.flush()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from producer.contract.connection import AsyncQueue
@@ -58,10 +58,12 @@ class WorkerState:
             self.failure = self.last_error = reason
             log.error("worker %s gives up: %s", self.settings.name, reason)
         self.stop.set()
+        self.free.set()
 
     def drop(self, held: Held) -> None:
-        """The sample is no longer ours."""
-        self.held.pop(held.id, None)
+        """This attempt is over. The same sample may have been claimed again before we heard it."""
+        if self.held.get(held.id) is held:
+            del self.held[held.id]
         self.moved.set()
         self.free.set()
 
@@ -78,15 +80,14 @@ class WorkerState:
             abort.add_done_callback(self._aborts.discard)
 
     def in_engine(self) -> list[Held]:
-        return [h for h in self.held.values() if h.request_id and h.outcome is None]
+        # A copy: the lease thread looks, too.
+        return [h for h in self.held.copy().values() if h.request_id and h.outcome is None]
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until `condition`, looked at whenever something moved; False at the time-out."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            self.moved.clear()
-            try:
-                await asyncio.wait_for(self.moved.wait(), max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                return condition()
-        return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    self.moved.clear()
+                    await self.moved.wait()
+        return condition()

@@ -19,6 +19,7 @@ from producer.contract.errors import EngineDead, EngineError, WeightLoadError, W
 from producer.contract.manifest import Manifest, confined
 from producer.contract.states import UpdatePolicy, WeightState
 from workers.admission import Admission
+from workers.held import Outcome
 from workers.report import Reporter
 from workers.state import WorkerState, log
 
@@ -75,13 +76,20 @@ class Updater:
                 publication = await self._read(version)
                 if publication is None or publication.state == WeightState.BAD:
                     break
-                self._state.loading = version
+                await self._say_loading(version)
                 directory = await self._fetch(publication)
                 if directory is not None:
                     await self._swap(publication, directory)
                 self._state.loading = -1
                 if self._state.stop.is_set():
                     return
+
+    async def _say_loading(self, version: int) -> None:
+        """Before anything is read, so that the clean-up of old versions spares this one."""
+        self._state.loading = version
+        await self._state.queue.call(
+            "heartbeat", [("loading", version)], worker=self._state.settings.name
+        )
 
     async def _read(self, version: int) -> Publication | None:
         queue = self._state.queue
@@ -115,7 +123,8 @@ class Updater:
                     return None
             self._state.level_changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._state.level_changed.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._state.level_changed.wait()
             pause = min(most, pause * 2)
         return None
 
@@ -142,6 +151,9 @@ class Updater:
             state.version = publication.version
             await state.engine.resume()
         except WeightLoadError as error:
+            for held in state.in_engine():
+                held.outcome = Outcome("release", "failure")
+            self._reporter.wake()
             await self._confirm(publication.version, str(error))
             state.give_up(f"loading version {publication.version} failed: {error}")
             return

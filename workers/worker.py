@@ -7,6 +7,7 @@ lease runs out; it never serves weights that it did not prove; every end has a r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -50,6 +51,7 @@ class Worker:
         self._updater = Updater(self._state, self._admission, self._reporter)
         self._tasks: set[asyncio.Task[None]] = set()
         self._samples: set[asyncio.Task[None]] = set()
+        self._told = False  # a failure sets `stop`, too, and a first signal must not cut it short
 
     @property
     def state(self) -> WorkerState:
@@ -74,47 +76,52 @@ class Worker:
             await self._updater.look()
             self._state.phase = "serving"
             log.info("worker %s serves queue %s", self._settings.name, self._settings.queue)
-            await self._claim_until_stopped()
+            await self._serve()
             await self._drain()
         finally:
-            for task in self._tasks | self._samples:
-                task.cancel()
-            await asyncio.gather(*self._tasks, *self._samples, return_exceptions=True)
+            # First, for the thread watches over a loop that ticks.
             await asyncio.to_thread(leases.stop)
+            await _cancel(self._tasks | self._samples)
             await self._engine.shutdown()
             await self._queue.close()
         return EXIT_FAILED if self._state.failure else EXIT_OK
 
     def stop(self) -> None:
         """Drain and end; what a first SIGTERM or SIGINT does. A second one ends at once."""
-        if self._state.stop.is_set():
+        if self._told:
             os._exit(EXIT_FAILED)
+        self._told = True
         log.info("worker %s drains", self._settings.name)
         self._state.stop.set()
+        self._state.free.set()
+
+    async def _serve(self) -> None:
+        """Claim until told to stop; a claim on its way is awaited, for it may hold samples."""
+        claiming = asyncio.create_task(self._claim_until_stopped())
+        stopped = asyncio.create_task(self._state.stop.wait())
+        await asyncio.wait({claiming, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        await asyncio.wait({claiming}, timeout=self._settings.grace_seconds / 3)
+        if claiming.done():
+            claiming.result()
+        else:
+            claiming.cancel()
 
     async def _claim_until_stopped(self) -> None:
         state = self._state
         idle, longest = _IDLE
         pause = idle
-        stopped = asyncio.ensure_future(state.stop.wait())
-        try:
-            while not stopped.done():
-                state.free.clear()
-                claimed = await self._claim()
-                for held in claimed:
-                    self._generate(held)
-                pause = idle if claimed else min(longest, pause * 2)
-                if claimed and self._claimer.slots > 0:
-                    continue
-                free = asyncio.ensure_future(state.free.wait())
-                # With nothing free to fill, only an end of a sample is worth waking for.
-                wait = pause * random.uniform(0.5, 1.0)
-                await asyncio.wait(
-                    {stopped, free}, timeout=wait, return_when=asyncio.FIRST_COMPLETED
-                )
-                free.cancel()
-        finally:
-            stopped.cancel()
+        while not state.stop.is_set():
+            state.free.clear()
+            claimed = await self._claim()
+            for held in claimed:
+                self._generate(held)
+            pause = idle if claimed else min(longest, pause * 2)
+            if claimed and self._claimer.slots > 0:
+                continue
+            # Woken by the end of a sample, by an update that is through, or by `stop`.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(state.free.wait(), pause * random.uniform(0.5, 1.0))
 
     async def _claim(self) -> list[Held]:
         state = self._state
@@ -182,3 +189,12 @@ class Worker:
         log.critical("worker %s ends: %s", self._settings.name, reason)
         logging.shutdown()
         os._exit(EXIT_STOOD_STILL)
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel until each has ended: `asyncio.wait_for` of Python 3.11, which redis-py awaits its
+    writes with, swallows a cancel that comes at the moment of success."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=0.05)

@@ -157,7 +157,7 @@ class _Queue:
 
     def _gave_up(self, error: redis.RedisError | OSError, seconds: float) -> RedisUnavailable:
         return RedisUnavailable(
-            f"Redis at {redact(self.url)} did not answer for {seconds:.0f} s: {error}"
+            f"Redis at {redact(self.url)} did not answer for {seconds:.1f} s: {error}"
         )
 
 

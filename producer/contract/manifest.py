@@ -48,7 +48,7 @@ class Manifest:
             files = {str(n): (int(f["bytes"]), str(f["digest"])) for n, f in wire["files"].items()}
         except OSError as error:
             raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(f"{path} is not a manifest: {error}") from error
         for name in files:
             if name != PurePosixPath(name).name or not name.endswith(".safetensors"):

@@ -65,10 +65,8 @@ class SamplingParams:
             raise InvalidSample("repetition_penalty must be above 0")
         for name in ("stop", "bad_words"):
             put(name, _strings(name, getattr(self, name)))
-        put(
-            "stop_token_ids",
-            tuple(_integer("stop_token_ids", i, 0, 2**31 - 1) for i in self.stop_token_ids or ()),
-        )
+        ids = _sequence("stop_token_ids", self.stop_token_ids)
+        put("stop_token_ids", tuple(_integer("stop_token_ids", i, 0, 2**31 - 1) for i in ids))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSample(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -144,8 +142,15 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     return number
 
 
+def _sequence(name: str, value: Iterable[Any] | None) -> tuple[Any, ...]:
+    try:
+        return tuple(value or ())
+    except TypeError:
+        raise InvalidSample(f"{name} must be a list, not {value!r}") from None
+
+
 def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    strings = (value,) if isinstance(value, str) else _sequence(name, value)
     for item in strings:
         if not isinstance(item, str) or not item:
             raise InvalidSample(f"{name} must hold non-empty strings, not {item!r}")

@@ -32,8 +32,12 @@ local function ack(entry, id, pending)
 end
 local pending = {}
 for i = 1, ITEMS do
-  local entry = item(i)
+  local entry, id = item(i)
   pending[i] = call('XPENDING', K.results, A.group, entry, entry, 1)[1] or false
+  local there = call('XRANGE', K.results, entry, entry)[1]
+  if there and there[2][2] ~= id then
+    error('ROLLQ entry ' .. entry .. ' is of group ' .. there[2][2] .. ', not ' .. id, 0)
+  end
 end
 local answers = {}
 for i = 1, ITEMS do

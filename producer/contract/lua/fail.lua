@@ -14,7 +14,7 @@ for i = 1, ITEMS do
   local s = sample(id)
   answers[i] = 1
   if not holds(s, token) then
-    answers[i] = repeated(s, token, 'failed') and 1 or -1
+    answers[i] = A.kind == 'error' and repeated(s, token, 'failed') and 1 or -1
   elseif A.kind == 'crash' then
     crashed(s, max_crashes, err)
   else

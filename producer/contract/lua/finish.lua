@@ -22,7 +22,7 @@ for i = 1, ITEMS do
     if s.tokens >= tonumber(tokens) then
       local verdict = judge_staleness(s, current, true)
       if verdict == 'restarted' then
-        call('HSET', K.sample .. id, 'lease_token', '')
+        call('HDEL', K.sample .. id, 'lease_token')
         make_ready(s)
         answers[i] = -1
       elseif verdict == 'fresh' then

@@ -118,7 +118,7 @@ local function terminate(s, state, reason, err, keep_token)
   call('HSET', K.sample .. s.id, 'state', state, 'finish_reason', reason, 'error', err,
     'finished_at', text(now()))
   if not keep_token then
-    call('HSET', K.sample .. s.id, 'lease_token', '')
+    call('HDEL', K.sample .. s.id, 'lease_token')
   end
   count(state, 1)
   if state == 'dead' then
@@ -166,7 +166,8 @@ end
 -- sample is found out without its neighbours being blamed.
 local function crashed(s, max_crashes, err)
   s.crashes = call('HINCRBY', K.sample .. s.id, 'crashes', 1)
-  call('HSET', K.sample .. s.id, 'lease_token', '', 'error', err)
+  call('HDEL', K.sample .. s.id, 'lease_token')
+  call('HSET', K.sample .. s.id, 'error', err)
   count('crashes', 1)
   if s.crashes >= max_crashes then
     terminate(s, 'dead', 'error', 'its worker died ' .. text(s.crashes) .. ' times; last: ' .. err)

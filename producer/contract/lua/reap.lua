@@ -9,7 +9,7 @@ local c = config('lease_ms', 'max_crashes', 'last_reap')
 local at = now()
 call('HSET', K.config, 'last_reap', text(at))
 if not c[3] or at < c[3] or at - c[3] > c[1] / 2 then
-  -- All ids before the first write: a new date changes a lease's place in the order.
+  -- All ids first: a new date changes a lease's place in the order.
   local ids = call('ZRANGE', K.leases, 0, -1)
   for from = 1, #ids, 500 do
     local dates = {}

@@ -1,0 +1,133 @@
+"""The demo's worker processes: started as a user would start them, and none left behind.
+
+Each is `rollq worker ...` in a session of its own, so that Ctrl-C reaches the demo alone, which
+then ends them in good order: SIGTERM, time to hand back what they hold, SIGKILL for the whole
+process group. If the demo itself is killed, the kernel sends them SIGTERM (on Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from producer.contract.errors import EngineError
+
+#: What a worker may take to hand back its samples and end its engine.
+_GRACE_SECONDS = 15.0
+_LOG_TAIL_BYTES = 64 * 1024
+
+#: Runs between fork and worker: asks the kernel for a SIGTERM at the parent's death, and ends
+#: if the parent died before that. Gives way to the trainer, for which all workers wait in turn.
+_SHIM = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the parent is gone")
+os.nice(10)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+class WorkerProcesses:
+    """A context manager over worker processes; leaving it ends them.
+
+    Start them from the main thread: the kernel takes the end of the thread that started a
+    process for the end of its parent.
+    """
+
+    def __init__(self, log_directory: Path) -> None:
+        self._log_directory = log_directory
+        self._workers: list[_Worker] = []
+        self._reported: set[str] = set()
+
+    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `rollq worker ARGUMENTS`, its output going to `NAME.log`."""
+        self._log_directory.mkdir(parents=True, exist_ok=True)
+        log = self._log_directory / f"{name}.log"
+        rollq = [sys.executable, "-m", "producer.cli", "worker", *arguments]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *rollq],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self._workers.append(_Worker(name, log, process))
+
+    def newly_ended(self) -> list[str]:
+        """A line and the end of its log for each worker that ended since the last call.
+
+        Raises:
+            EngineError: no worker is left; carries the same words.
+        """
+        ended = [w for w in self._workers if w.process.poll() is not None]
+        words = [_obituary(w) for w in ended if w.name not in self._reported]
+        self._reported.update(w.name for w in ended)
+        if self._workers and len(ended) == len(self._workers):
+            raise EngineError("no worker is left. " + "\n".join(words or map(_obituary, ended)))
+        return words
+
+    def stop(self) -> None:
+        """End all of them. A second interrupt meanwhile ends them at once."""
+        try:
+            for worker in self._workers:
+                # Only the worker itself: it ends its engine when it has handed back its samples.
+                if worker.process.poll() is None:
+                    worker.process.terminate()
+            deadline = time.monotonic() + _GRACE_SECONDS
+            for worker in self._workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            for worker in self._workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def _obituary(worker: _Worker) -> str:
+    code = worker.process.returncode
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"{worker.name} {how}; its log {worker.log} ends:\n{log_tail(worker.log)}"
+
+
+def log_tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a log, however long it is."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

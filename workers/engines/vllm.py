@@ -1,0 +1,411 @@
+"""vLLM's `AsyncLLM` as an `Engine`.
+
+How it keeps the promises of `protocol.py`:
+
+- `add` returns when the request is on its way to the core, on the same ordered channel as
+  the pause that follows it.
+- Outputs are deltas of `checkpoint_tokens`, and vLLM flushes what it holds back with the
+  output that ends a request. It states the versions of the tokens only in that output;
+  before, they are read from its output processor, and a token whose version is not known
+  is kept until it is.
+- A load is done when the engine has said the new version itself. After a failed one the
+  engine is `dead`: its weights may be half new, and only `abort` and `shutdown` still work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import multiprocessing
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.contract.errors import EngineDead, EngineError, InvalidSample, WeightLoadError
+from producer.contract.sampling import SamplingParams
+from workers.engines.protocol import EngineInfo, EngineOutput, EngineRequest, PauseMode
+from workers.engines.vllm_setup import (
+    WEIGHT_TRANSFER_BACKEND,
+    check_plugin,
+    descendants,
+    end_processes,
+    engine_args_from_cli,
+    register_weight_transfer,
+    set_environment,
+)
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
+
+__all__ = ["VllmEngine", "engine_args_from_cli", "register_weight_transfer"]
+
+#: What a child of the engine may take to end before it is killed.
+_EXIT_SECONDS = 5.0
+#: How often a start that is to be given up is looked at.
+_LOOK_SECONDS = 0.2
+
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """Implements `workers.engines.protocol.Engine` on `AsyncLLM`.
+
+    `checkpoint_tokens` is how many tokens of a request come in one output.
+    """
+
+    def __init__(self, engine_args: AsyncEngineArgs, *, checkpoint_tokens: int = 16) -> None:
+        self._args = copy.copy(engine_args)
+        self._args.stream_interval = checkpoint_tokens
+        self._llm: Any = None
+        self._tokenizer: Any = None
+        self._info: EngineInfo | None = None
+        self._dead: str | None = None
+        self._paused = False
+        self._steps = 0
+        self._starting: asyncio.Future[Any] | None = None
+        self._before: set[Any] = set()
+        self._children: list[Any] = []
+        # One thread: a tokenizer may not be used by two at once.
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDead("the engine was not started")
+        return self._info
+
+    @property
+    def dead(self) -> str | None:
+        if self._dead is None and self._llm is not None and self._llm.errored:
+            self._dead = "vLLM's engine core has ended; its log says why"
+        return self._dead
+
+    @property
+    def progress(self) -> int:
+        return self._steps
+
+    async def start(self) -> None:
+        check_plugin()
+        set_environment()
+        self._before = set(multiprocessing.active_children())
+        # In a thread: this takes a minute or more, and the loop keeps the worker's pulse.
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._create))
+        try:
+            self._llm = await asyncio.shield(self._starting)
+            self._children = self._new_children()
+            await self._llm.update_weight_version("0")
+        except Exception as error:
+            await self.shutdown()
+            raise EngineError(f"vLLM did not start {self._args.model}: {error}") from error
+        self._tokenizer = self._llm.tokenizer
+        config = self._llm.vllm_config
+        cache = config.cache_config
+        self._info = EngineInfo(
+            model=config.model_config.model,
+            max_model_len=config.model_config.max_model_len,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            kv_cache_tokens=cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size,
+            vocab_size=config.model_config.get_vocab_size(),
+            logprobs_mode=str(config.model_config.logprobs_mode),
+        )
+
+    def _new_children(self) -> list[Any]:
+        return descendants(set(multiprocessing.active_children()) - self._before)
+
+    def _create(self) -> Any:
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        register_weight_transfer()
+        self._args.weight_transfer_config = WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND)
+        return AsyncLLM.from_engine_args(self._args, stat_loggers=[_step_counter(self)])
+
+    async def add(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        self._check_alive()
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._check_request(request)
+        try:
+            queue = await self._llm.add_request(
+                request.request_id,
+                tokens_input(request.prompt_ids.tolist()),
+                self._sampling_params(request.params),
+            )
+        except asyncio.CancelledError:
+            await self.abort([request.request_id])
+            raise
+        except EngineDeadError as error:
+            raise EngineDead(f"vLLM's engine core is gone: {self.dead}") from error
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise InvalidSample(f"vLLM refuses the request: {error}") from error
+        return _Stream(self._llm, queue)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if self._llm is not None:
+            await _abort(self._llm, list(request_ids), internal=False)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._check_alive()
+        # A load may follow, so the cache goes in either mode; `keep` computes it again.
+        await self._call(self._llm.pause_generation(mode=mode, clear_cache=True))
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._check_alive()
+        await self._call(self._llm.resume_generation())
+        self._paused = False
+
+    async def load(self, directory: Path, version: int) -> None:
+        self._check_alive()
+        if not self._paused:
+            raise WeightLoadError(f"cannot load {directory} while stepping: pause first")
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self._llm
+        try:
+            await llm.start_weight_update()
+            await llm.update_weights(
+                WeightTransferUpdateRequest(update_info={"directory": str(directory)})
+            )
+            await llm.finish_weight_update(str(version))
+            await llm.reset_prefix_cache(reset_running_requests=True)
+            seen = await llm.get_weight_version()
+            if seen != str(version):
+                raise WeightLoadError(f"the engine says that it is at {seen!r}")
+        except Exception as error:
+            self._dead = f"version {version} did not load from {directory}: {error}"
+            raise WeightLoadError(self._dead) from error
+
+    async def encode(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
+        self._check_alive()
+        if self._tokenizer is None:
+            raise InvalidSample("the model was started without a tokenizer; send token ids")
+        ids = await self._in_thread(partial(_encode, self._tokenizer, prompt))
+        return np.array(ids, np.int32)
+
+    async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
+        if self._tokenizer is None:
+            return ""
+        ids = token_ids.tolist()
+        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+        return str(await self._in_thread(decode))
+
+    async def shutdown(self) -> None:
+        self._dead = self._dead or "the engine was shut down"
+        self._texts.shutdown(wait=False)
+        starting = self._starting
+        if starting is None:
+            return
+        while not starting.done():
+            # A start can be ended in no other way: it fails when its processes are gone.
+            await asyncio.to_thread(end_processes, self._new_children(), 0.0)
+            await asyncio.wait([starting], timeout=_LOOK_SECONDS)
+        if starting.exception() is None:
+            await asyncio.to_thread(starting.result().shutdown)
+        else:
+            self._children = self._new_children()
+        await asyncio.to_thread(end_processes, self._children, _EXIT_SECONDS)
+        # vLLM frees the rest when nothing refers to it.
+        self._llm = self._starting = None
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._texts, function)
+        except RuntimeError as error:
+            raise EngineDead("the engine was shut down") from error
+        return await running
+
+    async def _call(self, call: Awaitable[None]) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await call
+        except EngineDeadError as error:
+            raise EngineDead(f"vLLM's engine core is gone: {self.dead}") from error
+
+    def _check_alive(self) -> None:
+        if self._llm is None or self.dead is not None:
+            raise EngineDead(self.dead or "the engine was not started")
+
+    def _check_request(self, request: EngineRequest) -> None:
+        """What vLLM would not refuse, or not by name."""
+        ids, info = request.prompt_ids, self.info
+        if len(ids) == 0:
+            raise InvalidSample("the prompt is empty")
+        outside = ids[(ids < 0) | (ids >= info.vocab_size)]
+        if len(outside):
+            raise InvalidSample(
+                f"prompt id {outside[0]} is outside the vocabulary of {info.vocab_size}"
+            )
+        asked = request.params.max_tokens
+        if asked is None or len(ids) + asked > info.max_model_len:
+            raise InvalidSample(
+                f"a prompt of {len(ids)} tokens and max_tokens={asked} do not fit "
+                f"max_model_len={info.max_model_len}"
+            )
+        if self._tokenizer is None and (request.params.stop or request.params.bad_words):
+            raise InvalidSample("stop and bad_words need a model with a tokenizer")
+
+    @staticmethod
+    def _sampling_params(params: SamplingParams) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+        return VllmSamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            seed=params.seed,
+            stop=list(params.stop) or None,
+            stop_token_ids=list(params.stop_token_ids) or None,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            ignore_eos=params.ignore_eos,
+            skip_special_tokens=params.skip_special_tokens,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            bad_words=list(params.bad_words) or None,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+
+class _Stream:
+    """The outputs of one request. `aclose` and a cancelled wait abort the request."""
+
+    def __init__(self, llm: Any, queue: Any) -> None:
+        self._llm = llm
+        self._queue = queue
+        self._ended = False
+        self._given = 0
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+
+    def __aiter__(self) -> AsyncIterator[EngineOutput]:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        while not self._ended:
+            try:
+                output = self._queue.get_nowait() or await self._queue.get()
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            except Exception as error:
+                self._ended = True
+                raise EngineDead(f"vLLM's engine ended under the request: {error}") from error
+            if (converted := self._convert(output)) is not None:
+                return converted
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            await _abort(self._llm, [self._queue.request_id], internal=True)
+
+    def _convert(self, output: Any) -> EngineOutput | None:
+        completion = output.outputs[0]
+        self._tokens += completion.token_ids
+        if completion.token_ids:
+            flat = completion.logprobs
+            self._logprobs += [flat.logprobs[i] for i in flat.start_indices]
+        if len(self._tokens) != len(self._logprobs):
+            raise EngineError(
+                f"vLLM gave {len(self._tokens)} tokens and {len(self._logprobs)} logprobs"
+            )
+        reason = completion.finish_reason
+        if reason is None:
+            starts = self._starts()
+            if starts is None:
+                return None
+        else:
+            self._ended = True
+            starts = [(span.version, span.start) for span in completion.weight_versions or ()]
+            if reason not in ("stop", "length"):
+                # Also vLLM's own `error`: the sample is whole so far and can be resumed.
+                reason = "abort"
+        runs = _runs(starts, self._given, self._given + len(self._tokens))
+        converted = EngineOutput(
+            np.array(self._tokens, np.int32),
+            np.array(self._logprobs, np.float32),
+            runs,
+            reason,
+            completion.stop_reason if reason == "stop" else None,
+        )
+        self._given += len(self._tokens)
+        self._tokens, self._logprobs = [], []
+        return converted
+
+    def _starts(self) -> list[tuple[str, int]] | None:
+        """Where each version began, for a request that goes on; None if vLLM does not tell."""
+        states = getattr(self._llm.output_processor, "request_states", {})
+        state = states.get(self._queue.request_id)
+        return getattr(state, "weight_version_starts", None)
+
+
+async def _abort(llm: Any, request_ids: list[str], *, internal: bool) -> None:
+    """Ids that ended or never were do no harm, and a dead core has nothing to abort."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if not llm.errored:
+        with contextlib.suppress(EngineDeadError):
+            await llm.abort(request_ids, internal=internal)
+
+
+def _runs(starts: Sequence[tuple[str, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+    """The part of a request's version spans that covers its tokens begin to end."""
+    runs = []
+    for index, (version, start) in enumerate(starts):
+        stop = starts[index + 1][1] if index + 1 < len(starts) else end
+        count = min(stop, end) - max(start, begin)
+        if count > 0:
+            runs.append((0 if version == "default" else int(version), count))
+    if sum(count for _, count in runs) != end - begin:
+        raise EngineError(f"vLLM gave versions {list(starts)} for tokens {begin} to {end}")
+    return tuple(runs)
+
+
+def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    if not isinstance(prompt, str):
+        for message in prompt:
+            # A template would render what is missing as nothing.
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise InvalidSample(f"a chat message is a dict with a role, not {message!r:.200}")
+    try:
+        if isinstance(prompt, str):
+            return list(tokenizer.encode(prompt))
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:
+        what = "text" if isinstance(prompt, str) else "chat messages"
+        raise InvalidSample(f"the model's tokenizer refuses the {what}: {error}") from error
+
+
+def _step_counter(engine: VllmEngine) -> Any:
+    """A stat logger of vLLM: it hears of every step, also of one that gives no token."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StepCounter(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            """Nothing of the configuration matters."""
+
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            engine._steps += 1
+
+        def log_engine_initialized(self) -> None:
+            """vLLM's own loggers say it."""
+
+    return StepCounter
