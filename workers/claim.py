@@ -17,6 +17,9 @@ from workers.state import WorkerState
 
 #: share of the KV cache that claims may fill; the rest absorbs longer samples
 _KV_SHARE = 0.9
+#: samples held at once that were in one crash: few enough to find a poison one among them soon,
+#: many enough that a whole worker's samples are not made one by one after it died
+_SUSPECTS = 32
 
 
 class Claimer:
@@ -48,6 +51,7 @@ class Claimer:
         limit, room = self.slots, self.room()
         if limit <= 0 or (state.held and room <= 0):
             return []
+        crashes = [0, *(h.claim.crashes for h in state.held.values())]
         current, last_good, headers = await state.queue.call(
             "claim",
             worker=state.settings.name,
@@ -55,7 +59,8 @@ class Claimer:
             version=state.version,
             limit=limit,
             held=len(state.held),
-            suspect=int(not any(h.claim.crashes for h in state.held.values())),
+            suspects=0 if max(crashes) > 1 else _SUSPECTS - sum(crashes),
+            alone=int(not any(crashes)),
             room=max(0, room),
             reserve=state.settings.reserve_tokens,
         )

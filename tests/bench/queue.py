@@ -79,7 +79,8 @@ def _whole_way(client: RolloutClient, queue: Queue, ids: Any, logprobs: Any, n: 
         version=0,
         limit=n,
         held=0,
-        suspect=1,
+        suspects=1,
+        alone=1,
         room=2**40,
         reserve=256,
     )

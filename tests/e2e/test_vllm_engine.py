@@ -6,6 +6,7 @@ takes a faulty load and loses its core, one that cannot start.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from producer.contract.errors import EngineDead, EngineError, InvalidSample, Wei
 from tests.engine_contract import *  # noqa: F403 - its tests
 from tests.engine_contract import (
     CHECKPOINT_TOKENS,
+    DEADLINE,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     Made,
@@ -37,6 +40,7 @@ from tests.engine_contract import (
     start,
 )
 from tests.tiny import VOCAB, make_llama
+from tests.waiting import async_wait_until
 from workers.engines.vllm import VllmEngine, engine_args_from_cli
 
 pytestmark = [
@@ -107,8 +111,7 @@ async def shared_bench(llamas: list[tuple[Path, Any]]) -> AsyncIterator[VllmBenc
     yield VllmBench(engine, llamas)
     await engine.shutdown()
     assert [c for c in children if alive(c)] == []
-    # vLLM leaves the end of its sockets to the collector, which complains: here, not later.
-    gc.collect()
+    await collect_garbage()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -117,6 +120,16 @@ async def bench(shared_bench: VllmBench) -> AsyncIterator[VllmBench]:
     assert shared_bench.engine.dead is None
     await shared_bench.engine.pause("abort")
     await shared_bench.engine.resume()
+
+
+async def collect_garbage() -> None:
+    """vLLM leaves its sockets' context to the collector, which complains: here, not later."""
+    await async_wait_until(
+        lambda: not any(t.name == "MPClientEngineMonitor" for t in threading.enumerate()),
+        "the end of vLLM's watch over its core",
+        DEADLINE,
+    )
+    gc.collect()
 
 
 def alive(process: psutil.Process) -> bool:
@@ -161,6 +174,34 @@ async def test_vllms_own_refusal_is_an_invalid_sample(
 
     with pytest.raises(InvalidSample, match="vLLM refuses"):
         await bench.engine.add(request([5] * MAX_MODEL_LEN))
+
+
+async def test_a_request_that_the_core_refuses_for_a_pause_is_handed_back(
+    bench: VllmBench,
+) -> None:
+    """As vLLM 0.33 does when a request arrives after the pause."""
+    from vllm.exceptions import RetryableRequestError
+
+    stream, made = await start(bench.engine, long_request())
+
+    stream._queue.put(RetryableRequestError("Generation is paused"))
+    await collect(stream, made)
+
+    assert made.finish_reason == "abort"
+
+
+async def test_a_pause_does_not_hold_an_add_for_ever(
+    bench: VllmBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.engine.pause("abort")
+    adding = asyncio.ensure_future(bench.engine.add(long_request()))
+    await asyncio.sleep(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "_dead", "gone meanwhile")
+        bench.engine._stepping.set()
+        with pytest.raises(EngineDead, match="gone meanwhile"):
+            await adding
 
 
 # Files of weights
@@ -328,7 +369,7 @@ async def bare(tied_llama: Path) -> AsyncIterator[VllmEngine]:
     await engine.shutdown()
     await engine.shutdown()
     assert [c for c in engine._children if alive(c)] == []
-    gc.collect()
+    await collect_garbage()
 
 
 async def test_without_a_tokenizer_ids_work(bare: VllmEngine) -> None:

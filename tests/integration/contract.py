@@ -59,7 +59,7 @@ def claim(
     version: int = 0,
     request: str | None = None,
     held: int = 0,
-    suspect: bool = True,
+    suspects: int = 1,
     room: int = 10**6,
     reserve: int = 16,
 ) -> Call:
@@ -72,7 +72,8 @@ def claim(
             "version": version,
             "limit": limit,
             "held": held,
-            "suspect": int(suspect),
+            "suspects": suspects,
+            "alone": int(suspects > 0),
             "room": room,
             "reserve": reserve,
         },

@@ -90,9 +90,9 @@ class Model:
         return [self.samples[f"{name}/{i}"] for i in range(self.groups[name].size)]
 
     def ready(self) -> list[Sample]:
-        """Those that were in a crash first, then by age."""
+        """Those that were in most crashes first, then by age."""
         waiting = [s for s in self.samples.values() if s.state == "ready"]
-        return sorted(waiting, key=lambda s: (s.crashes == 0, s.seq))
+        return sorted(waiting, key=lambda s: (-s.crashes, s.seq))
 
     def leased(self) -> list[Sample]:
         return [s for s in self.samples.values() if s.state == "leased"]
@@ -121,16 +121,19 @@ class Model:
         unproven = self.weights.get(self.current) == "new"
         return version == self.current or (version == self.good and unproven)
 
-    def claim(self, request: str, version: int, limit: int, suspect: bool) -> list[str]:
+    def claim(self, request: str, version: int, limit: int, suspects: int) -> list[str]:
         if request in self.requests:
             return [i for i in self.requests[request] if self.samples[i].token.endswith(request)
                     and self.samples[i].state == "leased"]  # fmt: skip
         if not self.serves(version):
             return []
         may_start = len(self.stream) < self.max_results
-        crashed = [s for s in self.ready() if s.crashes][: 1 if suspect else 0]
+        alone = [s for s in self.ready() if s.crashes > 1][: 1 if suspects else 0]
+        taken = self._offer(alone, request, may_start)
+        if not taken:
+            crashed = [s for s in self.ready() if s.crashes == 1][: min(suspects, limit)]
+            taken = self._offer(crashed, request, may_start)
         fresh = [s for s in self.ready() if not s.crashes]
-        taken = self._offer(crashed, request, may_start)
         taken += self._offer(fresh[: limit - len(taken)], request, may_start)
         if taken:
             self.requests[request] = taken

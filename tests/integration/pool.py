@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ class Pool:
         return client
 
     async def start(self, engine: Engine, **settings: Any) -> Running:
-        """A worker that has started; each token is stored at once unless `settings` say otherwise."""
-        settings = {"checkpoint_tokens": 1, "weights_dir": self.weights_dir} | settings
+        """A started worker; it stores each token at once unless `settings` say otherwise."""
+        settings.setdefault("checkpoint_tokens", 1)
+        settings.setdefault("weights_dir", self.weights_dir)
         worker = _Worker(WorkerSettings(url=self.url, queue=QUEUE, **settings), engine)
         running = Running(worker, asyncio.create_task(worker.run()))
         self.workers[worker.state.settings.name] = running
@@ -175,11 +177,13 @@ class Pool:
 
     async def made(self, tokens: int, *samples: str) -> None:
         """Wait until so many tokens of each sample are stored."""
+
+        def stored(sample: str) -> bool:
+            rollout = self.client.peek(sample)
+            return rollout is not None and len(rollout.response_ids) == tokens
+
         for sample in samples or ("g0/0",):
-            await async_wait_until(
-                lambda s=sample: (r := self.client.peek(s)) and len(r.response_ids) == tokens,
-                f"{tokens} tokens of {sample} are stored",
-            )
+            await async_wait_until(partial(stored, sample), f"{tokens} tokens of {sample} stored")
 
     async def in_engine(self, engine: StepEngine, count: int) -> None:
         await async_wait_until(lambda: len(engine.live) == count, f"{count} are in the engine")

@@ -156,13 +156,13 @@ async def test_a_batch_is_acked_when_the_next_is_asked_for(pool: Pool) -> None:
     await async_wait_until(lambda: pool.client.status().results == 3, "all are closed")
     second = await asyncio.to_thread(next, batches)
     assert pool.client.status().results == 2
-    batches.close()
+    del batches
 
     assert first[0].id != second[0].id
     assert len(first[0:1]) == len(first) == 1
     # What it held when it stopped comes again, first.
     again = await asyncio.to_thread(pool.new_client().batch, 2)
-    assert [g.id for g in again][0] == second[0].id
+    assert again[0].id == second[0].id
 
 
 async def test_an_unacked_batch_comes_again_to_the_same_consumer_only(pool: Pool) -> None:

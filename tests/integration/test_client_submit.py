@@ -98,7 +98,7 @@ def test_a_group_larger_than_the_queue_is_refused(open_pool: OpenPool) -> None:
 
 
 def test_a_job_over_the_size_limit_is_refused(pool: Pool) -> None:
-    with pytest.raises(InvalidSample, match="group big has .* bytes, allowed are"):
+    with pytest.raises(InvalidSample, match=r"group big has .* bytes, allowed are"):
         pool.client.submit(["x" * (4 << 20)], PARAMS, ids=["big"])
     with pytest.raises(InvalidSample, match="metadata of group big"):
         pool.client.submit([[1]], PARAMS, ids=["big"], metadata=[b"x" * (5 << 20)])
@@ -143,7 +143,7 @@ async def test_the_same_job_again_changes_nothing_at_any_time(pool: Pool) -> Non
 async def test_another_job_under_the_same_id_is_a_conflict(pool: Pool) -> None:
     pool.submit()
 
-    with pytest.raises(IdConflict, match="g0 .*another job"):
+    with pytest.raises(IdConflict, match=r"g0 .*another job"):
         pool.submit(max_tokens=9)
     await pool.start(StepEngine())
     await pool.one()
@@ -159,7 +159,7 @@ def test_a_full_queue_is_refused_and_says_how_far_it_came(open_pool: OpenPool) -
     pool = open_pool(max_ready=10)
     ids = [f"g{i}" for i in range(25)]
 
-    with pytest.raises(QueueFull, match="max_ready=10 .* 10 groups were enqueued.* is g10"):
+    with pytest.raises(QueueFull, match=r"max_ready=10 .* 10 groups were enqueued.* is g10"):
         pool.client.submit([[1]] * 25, PARAMS, ids=ids, block=False)
 
     assert pool.client.status().ready == 10
@@ -201,5 +201,5 @@ async def test_full_results_stop_the_start_of_new_groups_only(open_pool: OpenPoo
 def test_a_batch_that_could_never_close_is_refused(open_pool: OpenPool) -> None:
     pool = open_pool(max_results=3)
 
-    with pytest.raises(InvalidSample, match="groups=4 .* max_results=3"):
+    with pytest.raises(InvalidSample, match=r"groups=4 .* max_results=3"):
         pool.client.batch(4)

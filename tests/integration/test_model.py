@@ -161,11 +161,11 @@ class Interleaving(RuleBasedStateMachine):
             f"q{next(self.asked)}",
             self.random.choice(versions),
             self.random.randint(1, 4),
-            not self.now_and_then(),
+            self.random.choice([0, 1, 3]),
         )
-        request, version, limit, suspect = facts
+        request, version, limit, suspects = facts
         call = contract.claim(
-            self.random.choice(WORKERS), limit, request=request, version=version, suspect=suspect
+            self.random.choice(WORKERS), limit, request=request, version=version, suspects=suspects
         )
         self.last_claim = call, facts
         self.claim_again()

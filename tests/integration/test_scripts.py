@@ -1,4 +1,4 @@
-"""What a worker's scripts do: claim, checkpoint, release, finish, fail, renew, reap, prompt."""
+"""What a worker's scripts do, and that only the holder of a lease can do it."""
 
 from __future__ import annotations
 
@@ -261,89 +261,6 @@ def test_an_older_state_of_redis_does_not_bring_a_token_back(driver: Driver) -> 
     assert after.attempts == before.attempts
     refuses_all(driver, before)
     assert driver.send(checkpoint(after, 0, 2)) == 2
-
-
-# crashes
-
-
-def test_a_dead_workers_samples_go_on_from_their_last_checkpoint(driver: Driver) -> None:
-    """Case 23: killed after the claim, after a partial write, before the commit."""
-    driver.enqueue(*(job(f"g{i}") for i in range(100)))
-    held = driver.claim("dead", 100)
-    for i, c in enumerate(held):
-        driver.generate(c, i % 8 + 1) if i % 2 else None
-    driver.crash(*held)
-
-    assert len(driver.ready()) == 100
-    for _ in range(100):
-        c = driver.claim_one("alive")
-        assert c.crashes == 1
-        driver.complete(c)
-    assert sorted(g for g, _ in driver.results()) == sorted(f"g{i}" for i in range(100))
-    assert all(driver.tokens(c.id) == list(range(8)) for c in held)
-
-
-def test_only_an_expired_lease_is_reaped(driver: Driver) -> None:
-    driver.enqueue(job("g", 3))
-    a, b, c = driver.claim()
-    driver.expire(a.id, b.id)
-
-    assert driver.reap(limit=1) == 1
-    assert driver.reap() == 1
-    assert driver.reap() == 0
-    assert driver.leases().keys() == {c.id}
-    assert driver.sample(a.id)["error"] == "worker w stopped renewing its lease"
-
-
-@pytest.mark.parametrize("minutes", [None, -60, 60], ids=["first", "long ago", "time went back"])
-def test_nobody_is_blamed_after_redis_was_away(driver: Driver, minutes: int | None) -> None:
-    """Case 38, with more leases than go into one command."""
-    driver.enqueue(job("g", 1300))
-    held = [c for _ in range(6) for c in driver.claim()]
-    driver.expire(*(c.id for c in held))
-    at = driver.now()
-    if minutes is not None:
-        driver.redis.hset(driver.keys["config"], "last_reap", at + minutes * 60_000)
-
-    assert driver.send(contract.reap()) == [0, 1300]
-
-    assert min(driver.leases().values()) >= at + 30_000
-    assert driver.send(contract.reap()) == [0, 0]
-    assert "crashes" not in driver.stats()
-
-
-def test_three_crashes_are_one_too_many_but_interruptions_are_none(driver: Driver) -> None:
-    """Case 25."""
-    driver.enqueue(job())
-    for _ in range(10):
-        driver.send(release(driver.claim_one(), 0))
-    for crash in range(1, 4):
-        assert driver.sample("g/0")["state"] == "ready"
-        c = driver.claim_one(f"w{crash}")
-        driver.crash(c)
-
-    sample = driver.sample("g/0")
-    assert (sample["state"], sample["finish_reason"]) == ("dead", "error")
-    assert (sample["crashes"], sample["interruptions"]) == ("3", "10")
-    assert sample["error"] == "its worker died 3 times; last: worker w3 stopped renewing its lease"
-    assert driver.results() == [("g", ["dead"])]
-    assert driver.dead() == ["g/0"]
-    assert driver.claim() == []
-
-
-def test_a_suspect_is_held_alone(driver: Driver) -> None:
-    """Case 39: neighbours of a poison sample are cleared one by one."""
-    driver.enqueue(job("g", 4), job("fresh", 2))
-    driver.crash(*driver.claim(limit=4))
-
-    (suspect, *rest) = driver.claim("a")
-    assert suspect.crashes == 1
-    assert [c.id for c in rest] == ["fresh/0", "fresh/1"], "the other suspects wait"
-    assert driver.claim("a", suspect=False) == []
-    assert [c.id for c in driver.claim("b")] == ["g/1"]
-    assert driver.send(contract.fail(suspect, "crash", "engine died")) == 1
-    assert driver.sample(suspect.id)["crashes"] == "2"
-    assert driver.sample(suspect.id)["error"] == "engine died"
 
 
 # a prompt that came as text

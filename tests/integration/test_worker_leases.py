@@ -25,7 +25,7 @@ async def test_a_late_final_is_refused(pool: Pool, driver: Driver) -> None:
     late.max_num_seqs = 1  # it does not take the sample back itself
     await taken_from(pool, driver, late)
     await pool.start(engine, name="b")
-    await pool.made(8)
+    await async_wait_until(lambda: pool.client.status().results, "B has finished it")
     before = driver.dump()
 
     late.allow(5)
@@ -107,22 +107,23 @@ async def test_chunks_that_redis_lost_are_sent_again_before_the_end(
     assert [(s.attempt, s.tokens) for s in rollout.segments] == [(1, 8)]
 
 
-async def test_a_worker_holds_one_suspect_at_a_time(pool: Pool, driver: Driver) -> None:
+async def test_a_worker_holds_one_at_a_time_that_crashed_twice(pool: Pool, driver: Driver) -> None:
     """So that the next crash blames the right one; samples that never crashed run beside it."""
     pool.submit(5)
-    driver.crash(*driver.claim(limit=3))
+    for _ in range(2):
+        driver.crash(*driver.claim(limit=3, suspects=3))
     engine = StepEngine(lambda r: 1)
     worker = await pool.start(engine)
     await pool.in_engine(engine, 3)
 
     crashed = [h.claim.crashes for h in worker.state.held.values()]
-    assert sorted(crashed) == [0, 0, 1]
-    assert [sample_of(r.request_id) for r in engine.requests][0] == "g0/0"
+    assert sorted(crashed) == [0, 0, 2]
+    assert sample_of(engine.requests[0].request_id) == "g0/0"
     engine.plan = lambda r: None
     engine.allow(8)
     groups = await pool.groups(5)
 
-    assert sorted(g.rollouts[0].crashes for g in groups) == [0, 0, 1, 1, 1]
+    assert sorted(g.rollouts[0].crashes for g in groups) == [0, 0, 2, 2, 2]
 
 
 async def test_claims_stay_within_the_cache_and_the_sequences(pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -9,13 +10,21 @@ from collections.abc import Iterator
 import pytest
 
 from producer import RolloutGroup, SamplingParams
+from producer.server import Prefer
 from tests.integration.conftest import OpenPool
 from tests.integration.contract import Driver
 from tests.integration.pool import Pool, Processes
 from tests.integration.stepper import StepEngine
+from tests.servers import require_server
 from tests.waiting import async_wait_until
 from workers.engines.sim import SimEngine, SimSettings
 from workers.worker import EXIT_FAILED, EXIT_OK, EXIT_STOOD_STILL
+
+
+@pytest.fixture(scope="session")
+def server_kind() -> Prefer:
+    """One server: what is tried here are processes, and that takes a while."""
+    return "path" if shutil.which("redis-server") else require_server("valkey")
 
 
 @pytest.fixture

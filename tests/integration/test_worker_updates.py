@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import pytest
 
@@ -285,7 +286,7 @@ async def test_wait_for_version_counts_workers(pool: Pool) -> None:
     version = pool.publish()
 
     await wait_for(pool.client, version)
-    with pytest.raises(ResultsTimeout, match="not on 2 workers.*b: 0"):
+    with pytest.raises(ResultsTimeout, match=r"not on 2 workers.*b: 0"):
         await wait_for(pool.client, version, workers=2, timeout=0.1)
     engines[1].load_gate.set()
     await wait_for(pool.client, version, workers=2)
@@ -295,7 +296,7 @@ async def test_wait_for_version_counts_workers(pool: Pool) -> None:
     assert (status.current, status.last_good, status.weights["1:state"]) == (1, 1, "good")
 
 
-async def wait_for(client: RolloutClient, version: int, **options: float) -> None:
+async def wait_for(client: RolloutClient, version: int, **options: Any) -> None:
     await asyncio.to_thread(client.wait_for_version, version, **options)
 
 

@@ -139,14 +139,11 @@ def test_a_long_run_is_cut_into_chunks_that_a_payload_can_carry() -> None:
     assert (h.response_ids() == np.arange(1_000_000)).all()
 
 
+RUNS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=3)
+
+
 @search(100)
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=3), st.booleans()
-        )
-    )
-)
+@given(st.lists(st.tuples(RUNS, st.booleans())))
 def test_chunks_hold_every_token_once_in_order_under_its_version(
     outputs: list[tuple[list[tuple[int, int]], bool]],
 ) -> None:

@@ -35,7 +35,7 @@ def test_what_is_written_is_read_and_proved(weights: Path) -> None:
 
 def test_equal_files_have_an_equal_digest_in_any_order(weights: Path) -> None:
     manifest = Manifest.read(weights)
-    turned = Manifest(dict(reversed(manifest.files.items())))
+    turned = Manifest(dict(reversed([*manifest.files.items()])))
     other = Manifest({**manifest.files, "a.safetensors": (10, "0" * 32)})
 
     assert turned.digest == manifest.digest

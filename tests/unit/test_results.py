@@ -34,12 +34,9 @@ def fields(**changes: Any) -> dict[bytes, bytes]:
     return {k.encode(): str(v).encode() for k, v in (values | changes).items()}
 
 
-def chunk(
-    version: int, count: int, *, worker: str = "w", attempt: int = 1, mode: str = ""
-) -> bytes:
+def chunk(version: int, count: int, worker: str = "w", attempt: int = 1, **more: str) -> bytes:
     ids = np.arange(count, dtype=np.int32)
-    made = Chunk(version, worker, attempt, ids, ids.astype(np.float32))
-    return (Chunk(version, worker, attempt, ids, made.logprobs, mode) if mode else made).to_wire()
+    return Chunk(version, worker, attempt, ids, ids.astype(np.float32), **more).to_wire()
 
 
 def test_chunks_become_arrays_of_one_length() -> None:
@@ -100,7 +97,7 @@ def test_a_cancelled_sample_keeps_its_mask() -> None:
 
 
 def test_the_mode_of_the_logprobs_is_the_chunks() -> None:
-    r = build_rollout("g/1", GROUP, fields(), [chunk(1, 1, mode="raw_logprobs")])
+    r = build_rollout("g/1", GROUP, fields(), [chunk(1, 1, logprobs_mode="raw_logprobs")])
 
     assert r.logprobs_mode == "raw_logprobs"
 

@@ -90,6 +90,14 @@ def test_no_script_looks_at_keys_that_it_did_not_name(name: str) -> None:
         assert command == "TIME" or key.startswith("K."), f"{command} of {key}"
 
 
+def test_no_client_says_what_time_it_is() -> None:
+    """Invariant 7: Redis TIME decides. A duration may be an argument, a moment may not."""
+    names = {n for s in SCRIPTS.values() for n in (*s.scalars, *s.item)}
+
+    assert [n for n in names if re.search(r"(^|_)(now|at|time|clock|until)$", n)] == []
+    assert "'TIME'" in FUNCTIONS["now"]
+
+
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
 def test_a_call_is_checked_before_it_is_sent(name: str) -> None:
     script = SCRIPTS[name]

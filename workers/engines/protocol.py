@@ -83,7 +83,9 @@ class Engine(Protocol):
         """Load the model at version 0. Raises EngineError with the reason."""
 
     async def add(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Admit a request and return its outputs.
+        """Admit a request and return its outputs; while paused this may wait for the resume.
+
+        The iterator's `aclose` aborts the request, as does a cancelled wait for an output.
 
         Raises:
             InvalidSample: this request can never run (too long, a bad id or parameter).

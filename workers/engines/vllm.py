@@ -6,8 +6,7 @@ How it keeps the promises of `protocol.py`:
   the pause that follows it.
 - Outputs are deltas of `checkpoint_tokens`, and vLLM flushes what it holds back with the
   output that ends a request. It states the versions of the tokens only in that output;
-  before, they are read from its output processor, and a token whose version is not known
-  is kept until it is.
+  before, they are read from its output processor, and `start` fails on a vLLM without them.
 - A load is done when the engine has said the new version itself. After a failed one the
   engine is `dead`: its weights may be half new, and only `abort` and `shutdown` still work.
 """
@@ -15,7 +14,6 @@ How it keeps the promises of `protocol.py`:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import multiprocessing
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -38,7 +36,9 @@ from workers.engines.vllm_setup import (
     engine_args_from_cli,
     register_weight_transfer,
     set_environment,
+    step_counter,
 )
+from workers.engines.vllm_stream import VllmStream, abort
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -66,7 +66,7 @@ class VllmEngine:
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
         self._dead: str | None = None
-        self._paused = False
+        self._stepping = asyncio.Event()
         self._steps = 0
         self._starting: asyncio.Future[Any] | None = None
         self._before: set[Any] = set()
@@ -100,9 +100,14 @@ class VllmEngine:
             self._llm = await asyncio.shield(self._starting)
             self._children = self._new_children()
             await self._llm.update_weight_version("0")
+            self._describe()
+            self._stepping.set()
+            await self._warm_up()
         except Exception as error:
             await self.shutdown()
             raise EngineError(f"vLLM did not start {self._args.model}: {error}") from error
+
+    def _describe(self) -> None:
         self._tokenizer = self._llm.tokenizer
         config = self._llm.vllm_config
         cache = config.cache_config
@@ -115,6 +120,14 @@ class VllmEngine:
             logprobs_mode=str(config.model_config.logprobs_mode),
         )
 
+    async def _warm_up(self) -> None:
+        """The first request compiles, and shows that partial outputs have their versions."""
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        request = EngineRequest("warm-up", np.zeros(1, np.int32), params)
+        async for output in await self.add(request):
+            if any(version != 0 for version, _ in output.versions):
+                raise EngineError(f"its first tokens are of version {output.versions}, not of 0")
+
     def _new_children(self) -> list[Any]:
         return descendants(set(multiprocessing.active_children()) - self._before)
 
@@ -124,7 +137,10 @@ class VllmEngine:
 
         register_weight_transfer()
         self._args.weight_transfer_config = WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND)
-        return AsyncLLM.from_engine_args(self._args, stat_loggers=[_step_counter(self)])
+        return AsyncLLM.from_engine_args(self._args, stat_loggers=[step_counter(self._count_step)])
+
+    def _count_step(self) -> None:
+        self._steps += 1
 
     async def add(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         self._check_alive()
@@ -133,6 +149,9 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._check_request(request)
+        # vLLM 0.32 would queue it, 0.33 refuses it.
+        await self._stepping.wait()
+        self._check_alive()
         try:
             queue = await self._llm.add_request(
                 request.request_id,
@@ -146,26 +165,26 @@ class VllmEngine:
             raise EngineDead(f"vLLM's engine core is gone: {self.dead}") from error
         except (VLLMClientError, ValueError, TypeError) as error:
             raise InvalidSample(f"vLLM refuses the request: {error}") from error
-        return _Stream(self._llm, queue)
+        return VllmStream(self._llm, queue)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if self._llm is not None:
-            await _abort(self._llm, list(request_ids), internal=False)
+            await abort(self._llm, list(request_ids), internal=False)
 
     async def pause(self, mode: PauseMode) -> None:
         self._check_alive()
+        self._stepping.clear()
         # A load may follow, so the cache goes in either mode; `keep` computes it again.
         await self._call(self._llm.pause_generation(mode=mode, clear_cache=True))
-        self._paused = True
 
     async def resume(self) -> None:
         self._check_alive()
         await self._call(self._llm.resume_generation())
-        self._paused = False
+        self._stepping.set()
 
     async def load(self, directory: Path, version: int) -> None:
         self._check_alive()
-        if not self._paused:
+        if self._stepping.is_set():
             raise WeightLoadError(f"cannot load {directory} while stepping: pause first")
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -181,6 +200,7 @@ class VllmEngine:
             if seen != str(version):
                 raise WeightLoadError(f"the engine says that it is at {seen!r}")
         except Exception as error:
+            self._stepping.set()
             self._dead = f"version {version} did not load from {directory}: {error}"
             raise WeightLoadError(self._dead) from error
 
@@ -200,6 +220,7 @@ class VllmEngine:
 
     async def shutdown(self) -> None:
         self._dead = self._dead or "the engine was shut down"
+        self._stepping.set()
         self._texts.shutdown(wait=False)
         starting = self._starting
         if starting is None:
@@ -283,101 +304,6 @@ class VllmEngine:
         )
 
 
-class _Stream:
-    """The outputs of one request. `aclose` and a cancelled wait abort the request."""
-
-    def __init__(self, llm: Any, queue: Any) -> None:
-        self._llm = llm
-        self._queue = queue
-        self._ended = False
-        self._given = 0
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-
-    def __aiter__(self) -> AsyncIterator[EngineOutput]:
-        return self
-
-    async def __anext__(self) -> EngineOutput:
-        while not self._ended:
-            try:
-                output = self._queue.get_nowait() or await self._queue.get()
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-            except Exception as error:
-                self._ended = True
-                raise EngineDead(f"vLLM's engine ended under the request: {error}") from error
-            if (converted := self._convert(output)) is not None:
-                return converted
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        if not self._ended:
-            self._ended = True
-            await _abort(self._llm, [self._queue.request_id], internal=True)
-
-    def _convert(self, output: Any) -> EngineOutput | None:
-        completion = output.outputs[0]
-        self._tokens += completion.token_ids
-        if completion.token_ids:
-            flat = completion.logprobs
-            self._logprobs += [flat.logprobs[i] for i in flat.start_indices]
-        if len(self._tokens) != len(self._logprobs):
-            raise EngineError(
-                f"vLLM gave {len(self._tokens)} tokens and {len(self._logprobs)} logprobs"
-            )
-        reason = completion.finish_reason
-        if reason is None:
-            starts = self._starts()
-            if starts is None:
-                return None
-        else:
-            self._ended = True
-            starts = [(span.version, span.start) for span in completion.weight_versions or ()]
-            if reason not in ("stop", "length"):
-                # Also vLLM's own `error`: the sample is whole so far and can be resumed.
-                reason = "abort"
-        runs = _runs(starts, self._given, self._given + len(self._tokens))
-        converted = EngineOutput(
-            np.array(self._tokens, np.int32),
-            np.array(self._logprobs, np.float32),
-            runs,
-            reason,
-            completion.stop_reason if reason == "stop" else None,
-        )
-        self._given += len(self._tokens)
-        self._tokens, self._logprobs = [], []
-        return converted
-
-    def _starts(self) -> list[tuple[str, int]] | None:
-        """Where each version began, for a request that goes on; None if vLLM does not tell."""
-        states = getattr(self._llm.output_processor, "request_states", {})
-        state = states.get(self._queue.request_id)
-        return getattr(state, "weight_version_starts", None)
-
-
-async def _abort(llm: Any, request_ids: list[str], *, internal: bool) -> None:
-    """Ids that ended or never were do no harm, and a dead core has nothing to abort."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    if not llm.errored:
-        with contextlib.suppress(EngineDeadError):
-            await llm.abort(request_ids, internal=internal)
-
-
-def _runs(starts: Sequence[tuple[str, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
-    """The part of a request's version spans that covers its tokens begin to end."""
-    runs = []
-    for index, (version, start) in enumerate(starts):
-        stop = starts[index + 1][1] if index + 1 < len(starts) else end
-        count = min(stop, end) - max(start, begin)
-        if count > 0:
-            runs.append((0 if version == "default" else int(version), count))
-    if sum(count for _, count in runs) != end - begin:
-        raise EngineError(f"vLLM gave versions {list(starts)} for tokens {begin} to {end}")
-    return tuple(runs)
-
-
 def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     if not isinstance(prompt, str):
         for message in prompt:
@@ -392,20 +318,3 @@ def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     except Exception as error:
         what = "text" if isinstance(prompt, str) else "chat messages"
         raise InvalidSample(f"the model's tokenizer refuses the {what}: {error}") from error
-
-
-def _step_counter(engine: VllmEngine) -> Any:
-    """A stat logger of vLLM: it hears of every step, also of one that gives no token."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class StepCounter(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            """Nothing of the configuration matters."""
-
-        def record(self, *args: Any, **kwargs: Any) -> None:
-            engine._steps += 1
-
-        def log_engine_initialized(self) -> None:
-            """vLLM's own loggers say it."""
-
-    return StepCounter

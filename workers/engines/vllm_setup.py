@@ -1,4 +1,4 @@
-"""What surrounds a vLLM engine: our plug-in in its processes, its flags, its processes' end.
+"""What surrounds a vLLM engine: our plug-in in its processes, its flags, its end.
 
 `register_weight_transfer` is an entry point of `vllm.general_plugins` and so runs in every
 vLLM process of an environment that has rollq: vLLM is imported only where it is needed.
@@ -11,7 +11,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +109,23 @@ def set_environment() -> None:
     # A forked core would share this process's sockets, and locks that are held.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ[_OWNER] = str(os.getpid())
+
+
+def step_counter(count_step: Callable[[], None]) -> Any:
+    """A stat logger for vLLM: it hears of every step, also of one that gives no token."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StepCounter(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            """Nothing of the configuration matters."""
+
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            count_step()
+
+        def log_engine_initialized(self) -> None:
+            """vLLM's own loggers say it."""
+
+    return StepCounter
 
 
 def _has_bf16() -> bool:

@@ -1,8 +1,9 @@
 -- claim: hand ready samples, oldest first, to a worker under a new lease token.
 -- KEYS: ready leases sample chunks group results dead weights request stats config
--- ARGV: worker request version limit held suspect room reserve |
+-- ARGV: worker request version limit held suspects alone room reserve |
 --   request: random, names this call, and is the nonce of its lease tokens
---   held: samples the worker holds; suspect: 1 if it may take one that was in a crash
+--   held: samples the worker holds; suspects: how many it may take that were in one crash;
+--   alone: 1 if it may take one that was in several, since it holds no suspect at all
 --   room: KV cache tokens that are free; reserve: tokens counted for what is still to be made
 -- REPLY: {current, last_good, {headers}}; a header is {id, lease_token, group, index, attempts,
 --   crashes, interruptions, tokens, job, prompt_ids}
@@ -13,6 +14,7 @@ local limit = math.min(whole(A.limit, 'limit'), 256)
 local held = whole(A.held, 'held')
 local room = whole(A.room, 'room')
 local reserve = whole(A.reserve, 'reserve')
+local suspects = whole(A.suspects, 'suspects')
 local c = config('lease_ms', 'max_results')
 local current, good = level()
 local headers = {}
@@ -104,8 +106,11 @@ local function offer_range(from, to, most)
   end
 end
 
-if A.suspect == '1' then
-  offer_range('-inf', '(0', 1)
+if A.alone == '1' then
+  offer_range('-inf', '(' .. text(-SUSPECT), 1)
+end
+if #ids == 0 and suspects > 0 then
+  offer_range(text(-SUSPECT), '(0', math.min(suspects, limit))
 end
 if #ids < limit then
   offer_range('0', '+inf', limit - #ids)

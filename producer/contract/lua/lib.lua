@@ -3,7 +3,7 @@
 -- Redis does not roll back: arguments are checked before the first write.
 
 local call = redis.call
-local SUSPECT = 2 ^ 50 -- a sample that was in a crash waits at (sequence - SUSPECT)
+local SUSPECT = 2 ^ 50 -- a sample that was in n crashes waits at (sequence - n * SUSPECT)
 
 local function whole(value, name)
   local n = string.find(value, '^-?%d+$') and tonumber(value)
@@ -87,10 +87,7 @@ local function renew(id, at, lease_ms)
 end
 
 local function make_ready(s)
-  local score = s.seq
-  if s.crashes > 0 then
-    score = score - SUSPECT
-  end
+  local score = s.seq - s.crashes * SUSPECT
   call('ZREM', K.leases, s.id)
   call('ZADD', K.ready, score, s.id)
   call('HSET', K.sample .. s.id, 'state', 'ready')
@@ -162,8 +159,8 @@ local function judge_staleness(s, current, keep_token)
   return 'stale'
 end
 
--- Its worker or engine died. Its next holder holds no other suspect, so that a poison
--- sample is found out without its neighbours being blamed.
+-- Its worker or engine died. Its next holder holds few other suspects, and after a second
+-- crash none, so that a poison sample is found out without its neighbours being given up.
 local function crashed(s, max_crashes, err)
   s.crashes = call('HINCRBY', K.sample .. s.id, 'crashes', 1)
   call('HDEL', K.sample .. s.id, 'lease_token')
