@@ -18,29 +18,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from redis.exceptions import RedisError
-
 from producer.contract.connection import Queue, split
 from producer.contract.errors import (
-    IdConflict,
     InvalidSample,
-    QueueFull,
     ResultsTimeout,
     WeightsError,
     WeightsRejected,
 )
-from producer.contract.keys import TRAINER_GROUP, check_group_id, split_sample_id
+from producer.contract.keys import check_group_id, split_sample_id
 from producer.contract.messages import Job, Rollout, RolloutGroup
 from producer.contract.sampling import SamplingParams
-from producer.contract.scripts import Argument
 from producer.contract.states import StalenessPolicy, UpdatePolicy, WeightState
+from producer.inbox import Entry, Inbox
+from producer.outbox import Outbox
+from producer.pipeline import read_all
 from producer.prompts import Prompt, make_jobs
-from producer.results import build_group, build_rollout, group_commands, sample_commands
+from producer.results import build_rollout, sample_commands
 from producer.status import Status, build_status, status_commands, texts, worker_commands
 from producer.weights import remove_old, write_checkpoint
 
-#: samples that one `enqueue` call may bring, so that a call stays short
-_MEMBERS_A_CALL = 1024
+#: seconds between offers of what is outstanding, in case Redis lost it unnoticed
+_OFFER_SECONDS = 30.0
 #: milliseconds; well below the socket's time-out
 _BLOCK_MS = 500
 
@@ -103,10 +101,12 @@ class RolloutClient:
         self.consumer = check_group_id(consumer)
         self.weights_dir = Path(weights_dir) if weights_dir else None
         self._queue = Queue(url, queue, limits=limits, patience=patience)
-        self._in_hand: dict[str, str] = {}  # entry -> group id: taken, not acked
-        self._look_back = True  # this consumer may have entries that it never saw
-        self._next_reap = 0.0
+        self._outbox = Outbox(self._queue)
+        self._inbox = Inbox(self._queue, self.consumer)
+        self._next_reap = self._next_offer = 0.0
+        self._published: dict[str, Any] = {}  # the last publication, to be made again if lost
         self._newest = 0  # the highest version this client knows of
+        self._disruptions = 0
         self._queue.open()
 
     def __enter__(self) -> Self:
@@ -160,59 +160,16 @@ class RolloutClient:
         )
         if isinstance(prompts, Sequence):
             jobs = list(jobs)
-        submitted: list[str] = []
-        for batch in self._batches_of_jobs(jobs):
-            self._enqueue(batch, submitted, block)
-            submitted += [job.group_id for job in batch]
-        return submitted
+        return self._outbox.enqueue(jobs, self._wait_for_room() if block else None)
 
-    def _batches_of_jobs(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
-        max_ready = int(self._queue.config["max_ready"])
-        batch: list[Job] = []
-        members = 0
-        for job in jobs:
-            if job.params.n > max_ready:
-                raise InvalidSample(
-                    f"group {job.group_id} has n={job.params.n} samples, more than the "
-                    f"queue's max_ready={max_ready}"
-                )
-            if batch and members + job.params.n > min(_MEMBERS_A_CALL, max_ready):
-                yield batch
-                batch, members = [], 0
-            batch.append(job)
-            members += job.params.n
-        if batch:
-            yield batch
+    def _wait_for_room(self) -> Callable[[], None]:
+        pauses = itertools.chain((0.01, 0.02, 0.05, 0.1, 0.2), itertools.repeat(0.5))
 
-    def _enqueue(self, jobs: list[Job], before: list[str], block: bool) -> None:
-        items: list[Sequence[Argument]] = [job.to_item() for job in jobs]
-        pause = 0.01
-        while items:
-            full: list[Sequence[Argument]] = []
-            for piece in split(items):
-                answers = self._queue.call("enqueue", piece)
-                conflicts = [
-                    str(item[0])
-                    for item, answer in zip(piece, answers, strict=True)
-                    if answer == b"conflict"
-                ]
-                if conflicts:
-                    raise IdConflict(
-                        f"group id {', '.join(conflicts)} was enqueued before with another job; "
-                        "give a new id, or the very same job"
-                    )
-                full += [i for i, a in zip(piece, answers, strict=True) if a == b"full"]
-            if full and not block:
-                raise QueueFull(
-                    f"max_ready={self._queue.config['max_ready']} samples are waiting; "
-                    f"{len(before) + len(items) - len(full)} groups were enqueued, "
-                    f"the first that was not is {full[0][0]!s}"
-                )
-            items = full
-            if items:
-                self._reap()
-                time.sleep(pause)
-                pause = min(0.5, pause * 2)
+        def wait() -> None:
+            self._tend()
+            time.sleep(next(pauses))
+
+        return wait
 
     # results
 
@@ -247,95 +204,39 @@ class RolloutClient:
             ResultsTimeout: what did close stays with this client for its next call.
         """
         max_results = int(self._queue.config["max_results"])
-        if groups + len(self._in_hand) > max_results:
+        if groups + len(self._inbox) > max_results:
             raise InvalidSample(
-                f"groups={groups} and {len(self._in_hand)} unacked are more than the queue's "
+                f"groups={groups} and {len(self._inbox)} unacked are more than the queue's "
                 f"max_results={max_results}: they could never be closed together"
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         # Between two blocks it reaps, which must be often for a lease.
         block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
-        taken: list[tuple[str, str, int]] = []
+        taken: list[Entry] = []
         while len(taken) < groups:
-            drained = not self._look_back and not follow and self._drained()
-            more = self._read(groups - len(taken), 0 if drained else block_ms)
+            self._tend()
+            drained = not self._inbox.behind and not follow and self._drained()
+            more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
             taken += more
-            self._reap()
-            if drained and not more and not self._look_back:
+            if drained and not more and not self._inbox.behind:
                 break
             if deadline is not None and time.monotonic() > deadline and len(taken) < groups:
-                self._forget(taken)
+                self._inbox.put_back(taken)
                 raise ResultsTimeout(
                     f"{len(taken)} of {groups} groups closed within {timeout:.0f} s; "
                     f"{self._waiting_for()}"
                 )
-        return Batch(self._fetch(taken), self.ack)
+        return Batch(self._inbox.fetch(taken), self.ack)
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete delivered groups; returns how many were still this consumer's to take."""
-        acked = 0
-        for piece in split([(g.entry, g.id) for g in groups]):
-            acked += sum(
-                self._queue.call("ack", piece, group=TRAINER_GROUP, consumer=self.consumer)
-            )
-        for group in groups:
-            self._in_hand.pop(group.entry, None)
+        acked = self._inbox.ack(groups)
+        self._outbox.taken(g.id for g in groups)
         return acked
-
-    def _forget(self, taken: Sequence[tuple[str, str, int]]) -> None:
-        """Put entries back into reach: they are pending here, and looked for again."""
-        for entry, _, _ in taken:
-            del self._in_hand[entry]
-        self._look_back = True
-
-    def _read(self, most: int, block_ms: int) -> list[tuple[str, str, int]]:
-        """Entries (entry, group id, size) not in hand: first the pending, then new ones."""
-        looked_back, reply = self._queue.retrying(lambda: self._read_once(most, block_ms))
-        fresh = [e for e in _entries(reply) if e[0] not in self._in_hand][:most]
-        if looked_back and len(fresh) < most:
-            self._look_back = False
-        self._in_hand.update((entry, group_id) for entry, group_id, _ in fresh)
-        return fresh
-
-    def _read_once(self, most: int, block_ms: int) -> tuple[bool, Any]:
-        """Whether it read the pending entries, and the reply."""
-        stream = self._queue.keys["results"]
-        group = ("XREADGROUP", "GROUP", TRAINER_GROUP, self.consumer)
-        command: tuple[Any, ...]
-        looked_back = self._look_back
-        if looked_back:
-            # All of them: those in hand are among the pending, too.
-            command = (*group, "STREAMS", stream, "0")
-        else:
-            block = ("BLOCK", block_ms) if block_ms else ()
-            command = (*group, "COUNT", min(most, 256), *block, "STREAMS", stream, ">")
-        try:
-            return looked_back, self._queue.redis.execute_command(*command)
-        except RedisError:
-            # The reply may be lost with entries in it: they are pending now.
-            self._look_back = True
-            raise
-
-    def _fetch(self, taken: Sequence[tuple[str, str, int]]) -> tuple[RolloutGroup, ...]:
-        groups = []
-        for piece in _pieces(taken, 32):
-            commands = [group_commands(self._queue.keys, g, size) for _, g, size in piece]
-            replies = iter(self._pipeline([c for cs in commands for c in cs]))
-            for (entry, group_id, _), own in zip(piece, commands, strict=True):
-                answer = list(itertools.islice(replies, len(own)))
-                if answer[0]:
-                    groups.append(build_group(entry, group_id, answer))
-                else:
-                    # Already taken and deleted: the entry alone came again.
-                    self._queue.call(
-                        "ack", [(entry, group_id)], group=TRAINER_GROUP, consumer=self.consumer
-                    )
-                    self._in_hand.pop(entry, None)
-        return tuple(groups)
 
     def _drained(self) -> bool:
         keys = self._queue.keys
-        ready, leased = self._pipeline([("ZCARD", keys["ready"]), ("ZCARD", keys["leases"])])
+        ready, leased = read_all(self._queue, [("ZCARD", keys["ready"]), ("ZCARD", keys["leases"])])
         return not ready and not leased
 
     def _waiting_for(self) -> str:
@@ -345,11 +246,20 @@ class RolloutClient:
             f"{len(status.workers)} workers live, weights are at version {status.current}"
         )
 
-    def _reap(self) -> None:
-        """Waiting clients reap, too, so that a pool whose workers all died is not stuck."""
-        if time.monotonic() >= self._next_reap:
+    def _tend(self) -> None:
+        """What a waiting client does for the pool: reap, and bring back what Redis lost."""
+        now = time.monotonic()
+        if now >= self._next_reap:
             self._queue.call("reap", limit=256)
-            self._next_reap = time.monotonic() + int(self._queue.config["lease_ms"]) / 5000
+            self._next_reap = now + int(self._queue.config["lease_ms"]) / 5000
+        if self._disruptions != self._queue.disruptions:
+            self._disruptions = self._queue.disruptions
+            self._inbox.look_back()
+            self._publish_again()
+            self._next_offer = now
+        if now >= self._next_offer:
+            self._outbox.offer_again()
+            self._next_offer = now + _OFFER_SECONDS
 
     # samples
 
@@ -359,8 +269,8 @@ class RolloutClient:
         if index is None:
             raise InvalidSample(f"{sample_id!r} is a group; a sample is {group_id}/0 and so on")
         keys = self._queue.keys
-        group, fields, chunks = self._pipeline(
-            [("HGETALL", keys.group(group_id)), *sample_commands(keys, sample_id)]
+        group, fields, chunks = read_all(
+            self._queue, [("HGETALL", keys.group(group_id)), *sample_commands(keys, sample_id)]
         )
         return build_rollout(sample_id, group or fields, fields, chunks) if fields else None
 
@@ -406,22 +316,34 @@ class RolloutClient:
             )
         queue = self._queue.keys.queue
         path, digest = write_checkpoint(self.weights_dir, queue, weights, step)
-        version, _new = self._queue.call(
-            "publish",
-            request=secrets.token_hex(8),
-            digest=digest,
-            path=path,
-            step=step,
-            policy=str(policy),
-            deadline_ms=int(deadline_s * 1000),
-            force=int(force),
-            floor=self._newest,
-        )
-        self._newest = max(self._newest, version)
+        self._published = {
+            "digest": digest,
+            "path": path,
+            "step": step,
+            "policy": str(policy),
+            "deadline_ms": int(deadline_s * 1000),
+        }
+        version = self._publish(force)
         status = self.status()
         in_use = [v for w in status.workers for v in (w.version, w.loading)]
         remove_old(self.weights_dir, queue, status.weights, in_use)
+        return version
+
+    def _publish(self, force: bool) -> int:
+        version, _new = self._queue.call(
+            "publish",
+            request=secrets.token_hex(8),
+            force=int(force),
+            floor=self._newest,
+            **self._published,
+        )
+        self._newest = max(self._newest, version)
         return int(version)
+
+    def _publish_again(self) -> None:
+        """If Redis forgot this client's last publication: under a new, higher version."""
+        if self._newest and f"{self._newest}:state" not in self.status().weights:
+            self._publish(force=True)
 
     def wait_for_version(self, version: int, *, workers: int = 1, timeout: float = 60.0) -> None:
         """Wait until `workers` workers serve `version` or a newer one.
@@ -453,36 +375,11 @@ class RolloutClient:
     def status(self) -> Status:
         """Counts, weight versions, workers and counters at this moment."""
         keys = self._queue.keys
-        replies = self._pipeline(status_commands(keys))
-        return build_status(replies, self._pipeline(worker_commands(keys, replies[-1])))
+        replies = read_all(self._queue, status_commands(keys))
+        workers = read_all(self._queue, worker_commands(keys, replies[-1]))
+        return build_status(replies, workers)
 
     def config(self) -> dict[str, str]:
         """The queue's schema version, incarnation and limits."""
-        [fields] = self._pipeline([("HGETALL", self._queue.keys["config"])])
+        [fields] = read_all(self._queue, [("HGETALL", self._queue.keys["config"])])
         return texts(fields)
-
-    def _pipeline(self, commands: Sequence[tuple[str, ...]]) -> list[Any]:
-        def attempt() -> list[Any]:
-            pipe = self._queue.redis.pipeline(transaction=False)
-            for command in commands:
-                # No name of a redis-py method: its replies stay as Redis sent them.
-                pipe.execute_command(*command)
-            return pipe.execute()
-
-        return self._queue.retrying(attempt) if commands else []
-
-
-def _pieces(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
-
-
-def _entries(reply: Any) -> list[tuple[str, str, int]]:
-    """(entry, group id, size) of each, out of whichever form redis-py gives XREADGROUP."""
-    streams = reply.items() if isinstance(reply, dict) else reply or ()
-    found = []
-    for _, entries in streams:
-        for entry, fields in entries:
-            if fields:
-                found.append((entry.decode(), fields[b"group"].decode(), int(fields[b"size"])))
-    return found

@@ -72,7 +72,7 @@ class Updater:
         while True:
             await self._state.level_changed.wait()
             self._state.level_changed.clear()
-            while (version := self._state.current) > self._state.version:
+            while (version := await self._target()) is not None:
                 publication = await self._read(version)
                 if publication is None or publication.state == WeightState.BAD:
                     break
@@ -83,6 +83,26 @@ class Updater:
                 self._state.loading = -1
                 if self._state.stop.is_set():
                     return
+
+    async def _target(self) -> int | None:
+        """The version to go to: a newer one, or the current one if ours was forgotten.
+
+        A Redis that lost its last second may not know the version served here; nobody will
+        ever be given that number again, and its weights are not the pool's any more.
+        """
+        state, queue = self._state, self._state.queue
+        if state.current >= state.version:
+            return state.current if state.current > state.version else None
+        weights, served = queue.keys["weights"], f"{state.version}:state"
+        if await queue.retrying(lambda: queue.redis.hexists(weights, served)):
+            return None
+        if state.current == 0:
+            state.last_error = (
+                f"serves version {state.version}, which the queue does not know any more; "
+                "waits for a publication"
+            )
+            return None
+        return state.current
 
     async def _say_loading(self, version: int) -> None:
         """Before anything is read, so that the clean-up of old versions spares this one."""

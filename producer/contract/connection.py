@@ -13,12 +13,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
-import redis.asyncio
-from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
-from redis.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
 
 from producer.contract.errors import (
     InvalidSample,
@@ -28,6 +25,7 @@ from producer.contract.errors import (
 )
 from producer.contract.keys import TRAINER_GROUP, QueueKeys
 from producer.contract.scripts import MAX_ITEMS, SCRIPTS, Argument
+from producer.contract.url import connect, connect_async, redact
 
 log = logging.getLogger("rollq")
 
@@ -42,10 +40,6 @@ DEFAULTS: Mapping[str, int] = {
     "tombstone_ms": 24 * 3600 * 1000,
     "worker_ttl_ms": 15_000,
 }
-
-#: seconds; a BLOCK must stay well below the socket's time-out
-SOCKET_TIMEOUT = 10.0
-CONNECT_TIMEOUT = 5.0
 
 Call = tuple[str, dict[str, Argument], Sequence[Sequence[Argument]]]
 
@@ -66,18 +60,13 @@ def split(items: Sequence[Sequence[Argument]]) -> Iterator[Sequence[Sequence[Arg
         yield items[start:]
 
 
-def redact(url: str) -> str:
-    """The URL without its password, for messages and logs."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.hostname}"))
+def passing(error: redis.RedisError, *, known: bool) -> bool:
+    """Will the same call succeed later, without anybody changing it?
 
-
-def passing(error: redis.RedisError) -> bool:
-    """Will the same call succeed later, without anybody changing it?"""
+    `known`: it succeeded before, so a refused password is one that is being rotated.
+    """
     if isinstance(error, redis.AuthenticationError):
-        return False
+        return known
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return True
     return str(error).startswith(_PASSING_ERRORS) or isinstance(
@@ -92,7 +81,8 @@ def _refusal(error: redis.ResponseError) -> RollqError | None:
 
 
 def _missing_queue(error: redis.RedisError) -> bool:
-    return "NOQUEUE" in str(error)
+    # Somebody flushed the database: the scripts say the one, a read of results the other.
+    return "NOQUEUE" in str(error) or str(error).startswith("NOGROUP")
 
 
 class _Queue:
@@ -108,14 +98,8 @@ class _Queue:
         self.keys = QueueKeys(queue)
         self._limits = dict(limits or {})
         self.config: dict[str, str] = {}
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "socket_timeout": SOCKET_TIMEOUT,
-            "socket_connect_timeout": CONNECT_TIMEOUT,
-            "health_check_interval": 30,
-            "retry_on_timeout": False,
-        }
+        #: how often Redis was away; then it may have come back with an older state
+        self.disruptions = 0
 
     def _evalsha(self, call: Call) -> list[Argument]:
         name, scalars, items = call
@@ -175,7 +159,7 @@ class Queue(_Queue):
         """`patience`: seconds that a call waits for a Redis that is away."""
         super().__init__(url, queue, limits)
         self.patience = patience
-        self.redis = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **self._options())
+        self.redis = connect(url)
 
     def open(self) -> None:
         """Check the server and set up the queue.
@@ -208,16 +192,21 @@ class Queue(_Queue):
         """
         started = time.monotonic()
         failures = 0
+        missing = False
         while True:
             try:
+                if missing:
+                    self._took(self._run([self._configure()])[0])
                 return attempt()
             except redis.RedisError as error:
-                if _missing_queue(error):
-                    self._took(self._run([self._configure()])[0])
+                missing = _missing_queue(error)
+                if missing:
+                    self.disruptions += 1
                     continue
-                if not passing(error):
+                if not passing(error, known=bool(self.config)):
                     raise self._unusable(error) from error
                 failures += 1
+                self.disruptions += 1
                 waited = time.monotonic() - started
                 if waited > self.patience:
                     raise self._gave_up(error, waited) from error
@@ -251,8 +240,7 @@ class AsyncQueue(_Queue):
     ) -> None:
         super().__init__(url, queue, limits)
         self.patience = patience
-        retry = redis.asyncio.retry.Retry(NoBackoff(), 0)
-        self.redis = redis.asyncio.Redis.from_url(url, retry=retry, **self._options())
+        self.redis = connect_async(url)
 
     async def open(self) -> None:
         """Check the server and set up the queue; raises as `Queue.open`."""
@@ -277,16 +265,21 @@ class AsyncQueue(_Queue):
         """As `Queue.retrying`, without blocking the event loop."""
         started = time.monotonic()
         failures = 0
+        missing = False
         while True:
             try:
+                if missing:
+                    self._took((await self._run([self._configure()]))[0])
                 return await attempt()
             except redis.RedisError as error:
-                if _missing_queue(error):
-                    self._took((await self._run([self._configure()]))[0])
+                missing = _missing_queue(error)
+                if missing:
+                    self.disruptions += 1
                     continue
-                if not passing(error):
+                if not passing(error, known=bool(self.config)):
                     raise self._unusable(error) from error
                 failures += 1
+                self.disruptions += 1
                 waited = time.monotonic() - started
                 if waited > self.patience:
                     raise self._gave_up(error, waited) from error

@@ -22,8 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from producer.contract.connection import redact
 from producer.contract.keys import QueueKeys
+from producer.contract.url import redact
 from producer.demo.chart import sparkline
 from producer.status import Status
 

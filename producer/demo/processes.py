@@ -1,7 +1,7 @@
 """The demo's worker processes: started as a user would start them, and none left behind.
 
-Each is `rollq worker ...` in a session of its own, so that Ctrl-C reaches the demo alone, which
-then ends them in good order: SIGTERM, time to hand back what they hold, SIGKILL for the whole
+Each is `rollq worker ...` in a process group of its own, so that Ctrl-C reaches the demo alone,
+which then ends them in good order: SIGTERM, time to hand back what they hold, SIGKILL for the whole
 process group. If the demo itself is killed, the kernel sends them SIGTERM (on Linux).
 """
 
@@ -70,7 +70,9 @@ class WorkerProcesses:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
-                start_new_session=True,
+                # A group, not a session: Linux shares the cores out among sessions, whatever
+                # the niceness of their processes.
+                process_group=0,
             )
         self._workers.append(_Worker(name, log, process))
 

@@ -107,11 +107,8 @@ async def shared_bench(llamas: list[tuple[Path, Any]]) -> AsyncIterator[VllmBenc
         engine_args_from_cli(str(llamas[0][0]), FLAGS), checkpoint_tokens=CHECKPOINT_TOKENS
     )
     await engine.start()
-    children = engine._children
     yield VllmBench(engine, llamas)
-    await engine.shutdown()
-    assert [c for c in children if alive(c)] == []
-    await collect_garbage()
+    await shut_down(engine)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -122,13 +119,18 @@ async def bench(shared_bench: VllmBench) -> AsyncIterator[VllmBench]:
     await shared_bench.engine.resume()
 
 
-async def collect_garbage() -> None:
-    """vLLM leaves its sockets' context to the collector, which complains: here, not later."""
+async def shut_down(engine: VllmEngine) -> None:
+    """Shut down and see that nothing is left, also of what vLLM leaves to the collector."""
+    sockets = engine._llm.engine_core.resources.ctx
+    await engine.shutdown()
+    await engine.shutdown()
+    assert [c for c in engine._children if alive(c)] == []
     await async_wait_until(
         lambda: not any(t.name == "MPClientEngineMonitor" for t in threading.enumerate()),
         "the end of vLLM's watch over its core",
         DEADLINE,
     )
+    sockets.term()
     gc.collect()
 
 
@@ -366,10 +368,7 @@ async def bare(tied_llama: Path) -> AsyncIterator[VllmEngine]:
     )
     await engine.start()
     yield engine
-    await engine.shutdown()
-    await engine.shutdown()
-    assert [c for c in engine._children if alive(c)] == []
-    await collect_garbage()
+    await shut_down(engine)
 
 
 async def test_without_a_tokenizer_ids_work(bare: VllmEngine) -> None:

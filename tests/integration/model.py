@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from producer.contract.states import StalenessPolicy
 
 LOST = -1
-MAX_CRASHES = 2
+MAX_CRASHES = 3
 TERMINAL = ("finished", "failed", "cancelled", "stale", "dead")
 
 

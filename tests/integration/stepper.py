@@ -58,7 +58,7 @@ class StepEngine:
     Attributes:
         plan: see `Plan`; by default each request runs to its end at once.
         requests: every request that was added, in order; `paused` and `loads`: what was asked.
-        add_gate, load_gate: while clear, `add` and `load` wait there.
+        add_gate, load_gate, encode_gate: while clear, the calls of that name wait there.
         at_pause: called at the beginning of a pause, in the same tick.
         refuse, fail_loads: sample ids and versions that are refused with these errors.
         template: makes the ids of a prompt that is text or chat.
@@ -75,6 +75,7 @@ class StepEngine:
         self.loads: list[int] = []
         self.add_gate = asyncio.Event()
         self.load_gate = asyncio.Event()
+        self.encode_gate = asyncio.Event()
         self.at_pause: Callable[[], None] = lambda: None
         self.refuse: dict[str, str] = {}
         self.fail_loads: set[int] = set()
@@ -86,8 +87,8 @@ class StepEngine:
         self.dead: str | None = None
         self.live: dict[str, _Live] = {}
         self._stepping = True
-        self.add_gate.set()
-        self.load_gate.set()
+        for gate in (self.add_gate, self.load_gate, self.encode_gate):
+            gate.set()
 
     # what a test does
 
@@ -184,6 +185,7 @@ class StepEngine:
             self._step(live)
 
     async def encode(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
+        await self.encode_gate.wait()
         return self.template(prompt)
 
     async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:

@@ -45,8 +45,8 @@ NOT_MODELLED = ("interrupted_", "restarted_le", "stale_le", "recomputed_tokens",
 #: how often each move is tried
 MOVES = {
     "enqueue": 8, "cancel": 1, "read": 3, "ack": 5, "take_over": 1, "publish": 2, "confirm": 2,
-    "claim": 14, "claim_again": 1, "checkpoint": 16, "release": 4, "finish": 7, "fail": 2,
-    "renew": 1, "die": 2, "reap": 3, "reap_after_an_absence": 1, "save": 1, "come_back": 1,
+    "claim": 14, "claim_again": 1, "checkpoint": 14, "release": 4, "finish": 6, "fail": 4,
+    "renew": 1, "die": 4, "reap": 4, "reap_after_an_absence": 1, "save": 1, "come_back": 1,
 }  # fmt: skip
 
 

@@ -72,27 +72,29 @@ async def test_an_update_waits_for_a_sample_on_its_way_into_the_engine(pool: Poo
     assert rollout.versions.tolist() == [1] * 3 + [2] * 5
 
 
-async def test_a_sample_claimed_during_an_update_runs_after_it(pool: Pool) -> None:
-    """Case 12: its request reaches the engine under the new weights only."""
+async def test_a_claimed_sample_stands_at_the_gate_until_the_update_is_through(
+    pool: Pool,
+) -> None:
+    """Case 12: its prompt is tokenized while the update waits for the first token of another."""
     engine = planned(g0=0)
     worker = await pool.start(engine, first_token_seconds=60)
     pool.submit()
     await pool.in_engine(engine, 1)
-    engine.load_gate.clear()
+    engine.encode_gate.clear()
+    pool.client.submit(["late"], SamplingParams(max_tokens=4), ids=["late"])
+    await async_wait_until(lambda: "late/0" in worker.state.held, "it is claimed")
     pool.publish()
     await async_wait_until(lambda: worker.state.phase == "updating", "the update has begun")
 
-    # It still waits for the first token of g0; whatever is claimed now must stand at the gate.
-    pool.client.submit([[4, 5]], SamplingParams(max_tokens=4), ids=["late"])
-    engine.allow(1)
-    await async_wait_until(lambda: engine.paused, "the engine pauses")
+    engine.encode_gate.set()
+    await async_wait_until(lambda: worker.state.held["late/0"].budget, "it could begin now")
     assert [sample_of(r.request_id) for r in engine.requests] == ["g0/0"]
     engine.plan = lambda request: None
-    engine.load_gate.set()
-    late, first = sorted(await pool.groups(2), key=lambda g: len(g.prompt_ids))
+    engine.allow(1)
+    groups = {g.id: g.rollouts[0] for g in await pool.groups(2)}
 
-    assert late.rollouts[0].versions.tolist() == [1] * 4
-    assert first.rollouts[0].versions.tolist() == [0] + [1] * 7
+    assert groups["late"].versions.tolist() == [1] * 4
+    assert groups["g0"].versions.tolist() == [0] + [1] * 7
 
 
 async def test_a_preempted_sample_returns_its_tokens_once(pool: Pool) -> None:

@@ -107,6 +107,23 @@ async def test_chunks_that_redis_lost_are_sent_again_before_the_end(
     assert [(s.attempt, s.tokens) for s in rollout.segments] == [(1, 8)]
 
 
+async def test_chunks_that_redis_lost_are_sent_again_before_a_hand_back(
+    pool: Pool, driver: Driver
+) -> None:
+    worker = await pool.start(StepEngine(lambda r: 5), name="a")
+    pool.submit()
+    await pool.made(5)
+    driver.redis.delete(driver.keys.chunks("g0/0"))
+    driver.redis.hset(driver.keys.sample("g0/0"), "tokens", 0)
+
+    await worker.drain()
+    assert len(driver.tokens("g0/0")) == 5
+    await pool.start(StepEngine(), name="b")
+    rollout = await pool.one()
+
+    assert [(s.worker, s.tokens) for s in rollout.segments] == [("a", 5), ("b", 3)]
+
+
 async def test_a_worker_holds_one_at_a_time_that_crashed_twice(pool: Pool, driver: Driver) -> None:
     """So that the next crash blames the right one; samples that never crashed run beside it."""
     pool.submit(5)

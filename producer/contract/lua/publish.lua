@@ -1,10 +1,11 @@
 -- publish: a new weight version: allocate it, set the level, tell the stream.
--- KEYS: weights updates stats
+-- KEYS: weights updates workers worker stats
 -- ARGV: request digest path step policy deadline_ms force floor |
 --   request: random, names this call; floor: the highest version its caller ever saw
 --   force: 1 makes a new version of the files that are current already
 -- REPLY: {version, 1 if this call made it}
--- INVARIANT: versions only grow; the same call, and the same files again, change nothing.
+-- INVARIANT: versions only grow, also past those that workers serve and a Redis that lost its
+--   last second does not know any more; the same call, and the same files again, change nothing.
 local floor = whole(A.floor, 'floor')
 whole(A.step, 'step')
 whole(A.deadline_ms, 'deadline_ms')
@@ -22,6 +23,9 @@ end
 if A.force ~= '1' and current > 0
     and call('HGET', K.weights, text(current) .. ':digest') == A.digest then
   return {current, 0}
+end
+for _, name in ipairs(call('ZRANGE', K.workers, 0, -1)) do
+  floor = math.max(floor, tonumber(call('HGET', K.worker .. name, 'version') or 0))
 end
 local version = math.max(newest, floor) + 1
 local v = text(version) .. ':'

@@ -1,0 +1,100 @@
+"""What this client submitted and has not acked: enqueued, and offered again if Redis lost it.
+
+Redis may come back without its last second. `enqueue` is idempotent by id, so offering
+everything outstanding again costs little and brings back exactly what vanished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from producer.contract.connection import Queue, split
+from producer.contract.errors import IdConflict, InvalidSample, QueueFull
+from producer.contract.messages import Job
+from producer.contract.scripts import Argument
+
+#: samples that one `enqueue` call may bring, so that a call stays short
+_MEMBERS_A_CALL = 1024
+
+Item = Sequence[Argument]
+
+
+class Outbox:
+    """Enqueues jobs and keeps their bytes until their groups are acked."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._outstanding: dict[str, Item] = {}
+
+    def __len__(self) -> int:
+        return len(self._outstanding)
+
+    def enqueue(self, jobs: Iterable[Job], wait: Callable[[], None] | None) -> list[str]:
+        """Enqueue jobs in order; returns their group ids.
+
+        Args:
+            wait: called while the queue is full, between two attempts; None to raise instead.
+
+        Raises:
+            IdConflict, QueueFull, InvalidSample: see `RolloutClient.submit`.
+        """
+        enqueued: list[str] = []
+        for batch in self._batches(jobs):
+            items: list[Item] = [job.to_item() for job in batch]
+            while items:
+                full = [i for piece in split(items) for i in self._offer(piece)]
+                if full and wait is None:
+                    raise QueueFull(
+                        f"max_ready={self._queue.config['max_ready']} samples are waiting; "
+                        f"{len(enqueued) + len(batch) - len(full)} groups were enqueued, "
+                        f"the first that was not is {full[0][0]!s}"
+                    )
+                items = full
+                if items and wait is not None:
+                    wait()
+            enqueued += [job.group_id for job in batch]
+        return enqueued
+
+    def offer_again(self) -> None:
+        """Enqueue whatever is outstanding and not there any more."""
+        for piece in split(list(self._outstanding.values())):
+            self._offer(piece)
+
+    def taken(self, group_ids: Iterable[str]) -> None:
+        """These groups need not be offered any more."""
+        for group_id in group_ids:
+            self._outstanding.pop(group_id, None)
+
+    def _offer(self, items: Sequence[Item]) -> list[Item]:
+        """One call; returns the items for which there is no room yet."""
+        answers = list(zip(items, self._queue.call("enqueue", items), strict=True))
+        conflicts = [str(item[0]) for item, answer in answers if answer == b"conflict"]
+        if conflicts:
+            raise IdConflict(
+                f"group id {', '.join(conflicts)} was enqueued before with another job; "
+                "give a new id, or the very same job"
+            )
+        for item, answer in answers:
+            if answer == b"done":
+                self._outstanding.pop(str(item[0]), None)
+            elif answer != b"full":
+                self._outstanding[str(item[0])] = item
+        return [item for item, answer in answers if answer == b"full"]
+
+    def _batches(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
+        max_ready = int(self._queue.config["max_ready"])
+        batch: list[Job] = []
+        members = 0
+        for job in jobs:
+            if job.params.n > max_ready:
+                raise InvalidSample(
+                    f"group {job.group_id} has n={job.params.n} samples, more than the "
+                    f"queue's max_ready={max_ready}"
+                )
+            if batch and members + job.params.n > min(_MEMBERS_A_CALL, max_ready):
+                yield batch
+                batch, members = [], 0
+            batch.append(job)
+            members += job.params.n
+        if batch:
+            yield batch
