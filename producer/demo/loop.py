@@ -51,8 +51,8 @@ class DemoConfig:
     directory: Path = Path("rollq-demo")
     groups: int = 24
     samples: int = 8
-    ahead: float = 2.0
-    max_num_seqs: int = 128
+    ahead: float = 2.5
+    max_num_seqs: int = 96
 
 
 class Loop:

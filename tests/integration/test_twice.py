@@ -128,6 +128,9 @@ def closed(driver: Driver) -> Scene:
     return scene
 
 
+dead = then(crashed_twice, "dead", lambda s: contract.fail(s.held, "crash"))
+
+
 def proven(driver: Driver) -> Scene:
     scene = partial(driver)
     driver.send(contract.publish("p1", "files"))
@@ -150,7 +153,7 @@ STATES: list[Callable[[Driver], Scene]] = [
     then(partial, "released", lambda s: contract.release(s.held, 5)),
     then(partial, "failed", lambda s: contract.fail(s.held)),
     then(partial, "cancelled", lambda s: contract.cancel("g")),
-    then(crashed_twice, "dead", lambda s: contract.fail(s.held, "crash")),
+    dead,
     closed,
     then(closed, "acked", lambda s: contract.ack(s.entry)),
     proven,
@@ -191,6 +194,7 @@ def calls(scene: Scene) -> Iterator[tuple[str, Call]]:
     yield "heartbeat", contract.heartbeat("w")
     yield "leave", contract.leave("w")
     yield "ack", contract.ack(scene.entry, "g")
+    yield "drop", ("drop", {}, [("g/0", "g")])
     yield "configure", scene.driver.queue._configure()
 
 
@@ -198,7 +202,7 @@ def agree(name: str, first: Any, second: Any) -> bool:
     """Do both replies mean the same? A few say what this very call did, and the rest is equal."""
     if name == "enqueue":
         return first == second or (first, second) == (b"new", b"same")
-    if name in ("cancel", "cancel one", "leave"):
+    if name in ("cancel", "cancel one", "leave", "drop"):
         return bool(second == 0)
     if name == "crash":
         return bool(second == contract.LOST)
@@ -254,6 +258,7 @@ EFFECTS: dict[str, Callable[[Driver], Scene]] = {
     "heartbeat": leased,
     "leave": leased,
     "ack": closed,
+    "drop": dead,
     "configure": leased,
 }
 

@@ -1,5 +1,5 @@
 -- ack: the trainer has taken closed groups; the only script that deletes results.
--- KEYS: sample chunks group results done stats config
+-- KEYS: sample chunks group results done dead stats config
 -- ARGV: group consumer | entry id
 -- REPLY: an item: 1 taken by this call (or by this consumer before), 0 if somebody else has it
 -- INVARIANT: a closed group is taken once; a dead sample stays to be looked at.
@@ -19,7 +19,7 @@ local function ack(entry, id, pending)
   end
   for index = 0, g[2] - 1 do
     local sid = id .. '/' .. index
-    if call('HGET', K.sample .. sid, 'state') == 'dead' then
+    if call('ZSCORE', K.dead, sid) then
       call('HSET', K.sample .. sid, 'job', g[3], 'prompt_ids', g[4])
     else
       call('UNLINK', K.sample .. sid, K.chunks .. sid)
