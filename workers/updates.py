@@ -154,6 +154,7 @@ class Updater:
             raise WeightsError("this worker has no --weights-dir, so it cannot load any weights")
         directory = confined(root, path)
         Manifest.read(directory).verify(directory)
+        self._state.engine.check(directory)
         return directory
 
     # swap

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from producer import Rollout, RolloutClient, SamplingParams
+from producer.contract.errors import WeightsRejected
 from producer.contract.keys import QueueKeys
 from producer.server import start_embedded
 from tests.tiny import make_llama
@@ -153,6 +154,24 @@ def test_each_token_carries_the_version_whose_weights_computed_it(pool: Pool) ->
     several = [r for r, n in zip(rollouts, spans, strict=True) if n >= 3]
     shifted = [np.where(r.versions == r.versions[0], r.versions[-1], r.versions) for r in several]
     assert min(_logprob_error(pool, r, v) for r, v in zip(several, shifted, strict=True)) > 0.1
+
+
+def test_weights_of_another_shape_are_refused_and_the_pool_goes_on(pool: Pool) -> None:
+    good = pool.client.status().current
+    pool.client.wait_for_version(good, workers=2)
+    ids = pool.client.submit(PROMPTS, GREEDY)
+    narrow = {name: value[:32] for name, value in pool.weights[0].items()}
+
+    version = pool.client.publish_weights(narrow)
+    with pytest.raises(WeightsRejected, match=r"wrong shape .*weight of shape \(32, 64\)"):
+        pool.client.wait_for_version(version, timeout=60)
+
+    status = pool.client.status()
+    assert (status.current, status.last_good) == (good, good)
+    assert {w.version for w in status.workers} == {good}
+    rollouts = pool.collect(ids)
+    assert {r.finish_reason for r in rollouts} == {"length"}
+    assert {v for r in rollouts for v in r.versions.tolist()} == {good}
 
 
 def test_a_killed_worker_s_samples_go_on_elsewhere_from_their_last_checkpoint(pool: Pool) -> None:

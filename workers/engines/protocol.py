@@ -98,6 +98,13 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping. `abort` also ends every admitted request; `keep` freezes them."""
 
+    def check(self, directory: Path) -> None:
+        """Refuse weights that are not this model's; called in a thread, while it generates.
+
+        Raises:
+            WeightsError: naming the tensors that are missing, unknown or of another shape.
+        """
+
     async def load(self, directory: Path, version: int) -> None:
         """Load weights while paused, drop every cache, and serve them as `version`.
 

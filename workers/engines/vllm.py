@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.contract.errors import EngineDead, EngineError, InvalidSample, WeightLoadError
+from producer.contract.errors import (
+    EngineDead,
+    EngineError,
+    InvalidSample,
+    WeightLoadError,
+    WeightsError,
+)
 from producer.contract.sampling import SamplingParams
 from workers.engines.protocol import EngineInfo, EngineOutput, EngineRequest, PauseMode
 from workers.engines.vllm_setup import (
@@ -181,6 +187,18 @@ class VllmEngine:
         self._check_alive()
         await self._call(self._llm.resume_generation())
         self._stepping.set()
+
+    def check(self, directory: Path) -> None:
+        from workers.engines import vllm_weights as files
+
+        config = self._llm.vllm_config
+        tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        try:
+            got = files.tensor_shapes(files.safetensors_files(directory))
+            wanted = files.tensor_shapes(files.started_with(config))
+            files.check_tensors(got, wanted, tied=tied)
+        except ValueError as error:
+            raise WeightsError(f"{directory} is not of {self.info.model}: {error}") from error
 
     async def load(self, directory: Path, version: int) -> None:
         self._check_alive()

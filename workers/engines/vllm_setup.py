@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,9 @@ def engine_args_from_cli(model: str, argv: Sequence[str]) -> AsyncEngineArgs:
         if flag in _OWN_FLAGS:
             raise EngineError(f"vLLM's flags: {flag} is set by rollq; leave it out")
     parser = AsyncEngineArgs.add_cli_args(Parser(prog="rollq worker MODEL", allow_abbrev=False))
-    parser.set_defaults(logprobs_mode="processed_logprobs")
+    # vLLM's own default is one seed for all, and a group's members on two workers would draw
+    # the same random numbers.
+    parser.set_defaults(logprobs_mode="processed_logprobs", seed=secrets.randbelow(2**31))
     if current_platform.is_cpu():
         parser.set_defaults(enforce_eager=True)
         if not _has_bf16():
