@@ -39,6 +39,8 @@ from producer.weights import remove_old, write_checkpoint
 
 #: seconds between offers of what is outstanding, in case Redis lost it unnoticed
 _OFFER_SECONDS = 30.0
+#: seconds between offers while Redis is found to have lost some of it
+_OFFER_AGAIN_SECONDS = 1.0
 #: milliseconds; well below the socket's time-out
 _BLOCK_MS = 500
 
@@ -218,7 +220,7 @@ class RolloutClient:
             drained = not self._inbox.behind and not follow and self._drained()
             more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
             taken += more
-            if drained and not more and not self._inbox.behind:
+            if drained and not more and not self._inbox.behind and not self._outbox.offer_again():
                 break
             if deadline is not None and time.monotonic() > deadline and len(taken) < groups:
                 self._inbox.put_back(taken)
@@ -258,8 +260,9 @@ class RolloutClient:
             self._publish_again()
             self._next_offer = now
         if now >= self._next_offer:
-            self._outbox.offer_again()
-            self._next_offer = now + _OFFER_SECONDS
+            lost = self._outbox.offer_again()
+            # Also because there may be no room for all of it yet.
+            self._next_offer = now + (_OFFER_AGAIN_SECONDS if lost else _OFFER_SECONDS)
 
     # samples
 

@@ -55,10 +55,11 @@ class Outbox:
             enqueued += [job.group_id for job in batch]
         return enqueued
 
-    def offer_again(self) -> None:
-        """Enqueue whatever is outstanding and not there any more."""
-        for piece in split(list(self._outstanding.values())):
-            self._offer(piece)
+    def offer_again(self) -> int:
+        """Enqueue whatever is outstanding and not there any more; returns how many groups were
+        not there, also those for which there is no room yet."""
+        pieces = split(list(self._outstanding.values()))
+        return sum(answer in (b"new", b"full") for p in pieces for answer in self._answers(p))
 
     def taken(self, group_ids: Iterable[str]) -> None:
         """These groups need not be offered any more."""
@@ -67,19 +68,24 @@ class Outbox:
 
     def _offer(self, items: Sequence[Item]) -> list[Item]:
         """One call; returns the items for which there is no room yet."""
-        answers = list(zip(items, self._queue.call("enqueue", items), strict=True))
-        conflicts = [str(item[0]) for item, answer in answers if answer == b"conflict"]
+        answers = zip(items, self._answers(items), strict=True)
+        return [item for item, answer in answers if answer == b"full"]
+
+    def _answers(self, items: Sequence[Item]) -> list[bytes]:
+        answers: list[bytes] = self._queue.call("enqueue", items)
+        pairs = list(zip(items, answers, strict=True))
+        conflicts = [str(item[0]) for item, answer in pairs if answer == b"conflict"]
         if conflicts:
             raise IdConflict(
                 f"group id {', '.join(conflicts)} was enqueued before with another job; "
                 "give a new id, or the very same job"
             )
-        for item, answer in answers:
+        for item, answer in pairs:
             if answer == b"done":
                 self._outstanding.pop(str(item[0]), None)
             elif answer != b"full":
                 self._outstanding[str(item[0])] = item
-        return [item for item, answer in answers if answer == b"full"]
+        return answers
 
     def _batches(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
         max_ready = int(self._queue.config["max_ready"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 
 import numpy as np
 
@@ -20,6 +21,8 @@ _KV_SHARE = 0.9
 #: samples held at once that were in one crash: few enough to find a poison one among them soon,
 #: many enough that a whole worker's samples are not made one by one after it died
 _SUSPECTS = 32
+#: how long other workers are left their share; longer than an idle one waits between claims
+_SHARE_SECONDS = 1.0
 
 
 class Claimer:
@@ -27,6 +30,7 @@ class Claimer:
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
+        self._left_since: float | None = None
 
     @property
     def slots(self) -> int:
@@ -52,19 +56,24 @@ class Claimer:
         if limit <= 0 or (state.held and room <= 0):
             return []
         crashes = [0, *(h.claim.crashes for h in state.held.values())]
-        current, last_good, headers = await state.queue.call(
+        current, last_good, headers, waiting = await state.queue.call(
             "claim",
             worker=state.settings.name,
             request=secrets.token_hex(8),
             version=state.version,
             limit=limit,
             held=len(state.held),
+            share=int(not self._others_leave_them()),
             suspects=0 if max(crashes) > 1 else _SUSPECTS - sum(crashes),
             alone=int(not any(crashes)),
             room=max(0, room),
             reserve=state.settings.reserve_tokens,
         )
         state.notice(current, last_good)
+        if headers or not waiting:
+            self._left_since = None
+        elif self._left_since is None:
+            self._left_since = time.monotonic()
         held = [self._hold(Claim.from_wire(h)) for h in headers]
         texts = await self._read_stored(held)
         try:
@@ -76,6 +85,11 @@ class Claimer:
         for h in held:
             self._set_budget(h)
         return [h for h in held if not h.lost]
+
+    def _others_leave_them(self) -> bool:
+        """Samples wait that are the share of workers which do not come for them."""
+        since = self._left_since
+        return since is not None and time.monotonic() - since > _SHARE_SECONDS
 
     def _hold(self, claim: Claim) -> Held:
         held = Held(

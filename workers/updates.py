@@ -47,6 +47,7 @@ class Updater:
         self._state = state
         self._admission = admission
         self._reporter = reporter
+        self._unfetched = -1  # a current version whose files do not come: serve the last good one
 
     async def listen(self) -> None:
         """Read the stream of publications, for ever; each is a hint to look at the level."""
@@ -92,6 +93,8 @@ class Updater:
         """
         state, queue = self._state, self._state.queue
         if state.current >= state.version:
+            if self._unfetched == state.current and self._serves_nothing:
+                return state.last_good
             return state.current if state.current > state.version else None
         weights, served = queue.keys["weights"], f"{state.version}:state"
         if await queue.retrying(lambda: queue.redis.hexists(weights, served)):
@@ -103,6 +106,11 @@ class Updater:
             )
             return None
         return state.current
+
+    @property
+    def _serves_nothing(self) -> bool:
+        """Just started, with older weights than those that samples may be made with."""
+        return self._state.version < self._state.last_good
 
     async def _say_loading(self, version: int) -> None:
         """Before anything is read, so that the clean-up of old versions spares this one."""
@@ -126,10 +134,15 @@ class Updater:
     # fetch
 
     async def _fetch(self, publication: Publication) -> Path | None:
-        """A verified directory; None when a newer version came, or this one is given up."""
+        """A verified directory; None when a newer version came, or this one is given up, or the
+        other of the current and the last good one is to be tried."""
         pause, most = _FETCH_AGAIN
+        quiet = _QUIET_FETCHES
         failures = 0
-        while self._state.current == publication.version:
+        is_current = publication.version == self._state.current
+        if not is_current:
+            pause, quiet = most, 1
+        while publication.version in (self._state.current, self._state.last_good):
             try:
                 return await asyncio.to_thread(self._verified, publication.path)
             except WeightsError as error:
@@ -137,14 +150,20 @@ class Updater:
                 self._state.last_error = f"version {publication.version}: {error}"
                 log.warning("cannot fetch %s (attempt %d)", self._state.last_error, failures)
                 if (
-                    failures >= _QUIET_FETCHES
+                    failures >= quiet
                     and await self._confirm(publication.version, str(error)) == WeightState.BAD
                 ):
+                    return None
+                if failures >= quiet and is_current and self._serves_nothing:
+                    self._unfetched = publication.version
                     return None
             self._state.level_changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._state.level_changed.wait()
+            if not is_current:
+                self._unfetched = -1
+                return None
             pause = min(most, pause * 2)
         return None
 

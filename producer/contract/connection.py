@@ -98,7 +98,7 @@ class _Queue:
         self.keys = QueueKeys(queue)
         self._limits = dict(limits or {})
         self.config: dict[str, str] = {}
-        #: how often Redis was away; then it may have come back with an older state
+        #: how often Redis was away or connected to; it may have come back with an older state
         self.disruptions = 0
 
     def _evalsha(self, call: Call) -> list[Argument]:
@@ -159,7 +159,10 @@ class Queue(_Queue):
         """`patience`: seconds that a call waits for a Redis that is away."""
         super().__init__(url, queue, limits)
         self.patience = patience
-        self.redis = connect(url)
+        self.redis = connect(url, self._connected)
+
+    def _connected(self) -> None:
+        self.disruptions += 1
 
     def open(self) -> None:
         """Check the server and set up the queue.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,9 +55,19 @@ class PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
-def connect(url: str) -> redis.Redis:
-    """A blocking client that never repeats a command by itself. Raises QueueUnusable."""
+def connect(url: str, on_connect: Callable[[], None]) -> redis.Redis:
+    """A blocking client that never repeats a command by itself.
+
+    `on_connect` is called at every connect: what answers may be another server than before,
+    or an older state. Raises QueueUnusable.
+    """
+
+    def connected(connection: Any) -> None:
+        connection.on_connect()
+        on_connect()
+
     options = _options(url, Retry(NoBackoff(), 0))
+    options["redis_connect_func"] = connected
     if not _is_sentinel(url):
         return redis.Redis.from_url(url, **options)
     hosts, service, rest = _sentinel(url)

@@ -23,7 +23,9 @@ def make_model(directory: Path, seed: int) -> Any:
     """
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     special = {"pad_token_id": laps.PAD, "bos_token_id": laps.BOS, "eos_token_id": laps.EOS}
     config = LlamaConfig(
         vocab_size=len(laps.VOCABULARY),

@@ -22,6 +22,10 @@ _ENDS = 5
 class Report:
     """Shares and counts of rollouts are of those that were trained on; times in seconds."""
 
+    engine: str
+    workers: int
+    lr: float
+    seed: int
     steps: int
     weight_version: int
     rewards: list[float]

@@ -52,6 +52,7 @@ def run(config: DemoConfig, console: Console) -> Report:
         _announce(config, console, look)
         trainer = _make_trainer(config)
         workers = stack.enter_context(WorkerProcesses(config.directory / "logs"))
+        stack.callback(console.print, "Ending the workers.", highlight=False)
         _start_workers(workers, config, trainer, url, queue)
         weights = config.directory / "weights"
         client = stack.enter_context(RolloutClient(url, queue, weights_dir=weights))
@@ -153,6 +154,10 @@ def _report(
     drawn = save_picture(picture, figures.rewards, loop.spanning)
     generating = max(1e-9, loop.trained_at - loop.first_rollout_at)
     return Report(
+        engine=config.engine,
+        workers=config.workers,
+        lr=config.lr,
+        seed=config.seed,
         steps=figures.step,
         weight_version=figures.version,
         rewards=figures.rewards,

@@ -72,13 +72,14 @@ def _whole_way(client: RolloutClient, queue: Queue, ids: Any, logprobs: Any, n: 
     """`n` samples, in groups of 8, from submit to ack."""
     params = SamplingParams(n=8, max_tokens=len(ids))
     client.submit([[1, 2, 3]] * (n // 8), params)
-    _, _, headers = queue.call(
+    _, _, headers, _ = queue.call(
         "claim",
         worker="bench",
         request=secrets.token_hex(8),
         version=0,
         limit=n,
         held=0,
+        share=0,
         suspects=1,
         alone=1,
         room=2**40,

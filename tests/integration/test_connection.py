@@ -91,7 +91,6 @@ async def test_patience_ends(own_server: EmbeddedServer) -> None:
     queue.close()
 
 
-@pytest.mark.xfail(strict=True, reason="a queue is set up again outside of the retries")
 def test_setting_up_a_queue_again_survives_a_lost_reply(driver: Driver, tmp_path: Path) -> None:
     for name in ("configure", "reap"):
         driver.redis.script_load(SCRIPTS[name].source)

@@ -73,6 +73,20 @@ def test_three_crashes_are_one_too_many_but_interruptions_are_none(driver: Drive
     assert driver.claim() == []
 
 
+def test_a_share_leaves_the_other_workers_theirs(driver: Driver) -> None:
+    for name in "abc":
+        driver.send(contract.heartbeat(name))
+    driver.enqueue(job("g", 8))
+
+    assert len(driver.claim("a", share=True)) == 3
+    assert driver.claim("a", share=True, held=3) == []
+    assert len(driver.claim("b", share=True)) == 3
+    assert len(driver.claim("c", share=True)) == 2
+    driver.enqueue(job("h", 4))
+    assert len(driver.claim("a", share=True, held=3)) == 1
+    assert len(driver.claim("a", held=4)) == 3, "what nobody comes for is not left"
+
+
 def test_after_a_second_crash_a_suspect_is_held_alone(driver: Driver) -> None:
     """Few at a time after one crash, one after two, and never both kinds together."""
     driver.enqueue(job("g", 6), job("fresh", 1))

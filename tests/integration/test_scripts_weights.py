@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from producer.contract.messages import Claim
 from tests.integration import contract
 from tests.integration.conftest import OpenDriver
 from tests.integration.contract import LOST, Driver, confirm, heartbeat, job, publish
@@ -161,7 +162,7 @@ def test_a_worker_is_on_the_list_while_its_heart_beats(open_driver: OpenDriver) 
 # staleness
 
 
-def partial(driver: Driver, policy: str, tokens: int = 5) -> None:
+def partial(driver: Driver, policy: str, tokens: int = 5) -> Claim:
     """A ready sample with tokens of version 1, at most 1 version old, in a pool at version 3."""
     driver.send(publish())
     driver.enqueue(job("g", max_staleness=1, policy=policy), job("next"))
@@ -169,6 +170,7 @@ def partial(driver: Driver, policy: str, tokens: int = 5) -> None:
     driver.send(contract.release(c, tokens))
     driver.send(publish())
     driver.send(publish())
+    return c
 
 
 def test_allow_goes_on_however_old(driver: Driver) -> None:
@@ -188,7 +190,7 @@ def test_as_old_as_allowed_is_not_too_old(driver: Driver) -> None:
 
 
 def test_drop_at_a_claim_delivers_it_as_stale(driver: Driver) -> None:
-    partial(driver, "drop")
+    former = partial(driver, "drop")
 
     assert [c.id for c in driver.claim(version=3)] == ["next/0"]
 
@@ -198,6 +200,7 @@ def test_drop_at_a_claim_delivers_it_as_stale(driver: Driver) -> None:
     assert driver.tokens("g/0") == [0, 1, 2, 3, 4]
     assert driver.results() == [("g", ["stale"])]
     assert driver.stats()["stale_le_8"] == 1
+    assert driver.send(contract.finish(former, 5)) == LOST, "it was not he who ended it"
 
 
 def test_drop_at_the_finish_tells_the_worker_that_it_is_done(driver: Driver) -> None:

@@ -12,12 +12,12 @@ import pytest
 from producer import SamplingParams
 from producer.contract.errors import EngineDead, WeightsRejected
 from producer.contract.manifest import MANIFEST
-from tests.integration.contract import Driver
+from tests.integration.contract import Driver, heartbeat
 from tests.integration.pool import Pool, Running
 from tests.integration.stepper import StepEngine, attempts
 from tests.waiting import async_wait_until
 from workers.engines.sim import SimEngine, SimSettings
-from workers.worker import EXIT_FAILED
+from workers.worker import EXIT_FAILED, EXIT_OK
 
 
 def published(pool: Pool, version: int) -> Path:
@@ -87,8 +87,11 @@ async def test_a_manifest_that_is_late_is_waited_for(pool: Pool) -> None:
     await pool.one()
 
 
-async def test_files_that_are_gone_are_never_loaded_and_the_newest_is(pool: Pool) -> None:
+async def test_files_that_are_gone_are_never_loaded_and_the_newest_is(
+    pool: Pool, driver: Driver
+) -> None:
     """Case 18: a manifest without its files; then a publication with them."""
+    driver.send(heartbeat("another"))  # so that nothing is given up by all
     engine = StepEngine(attempts(3))
     worker = await pool.start(engine)
     pool.submit()
@@ -223,6 +226,14 @@ async def test_after_good_failed_and_late_updates_samples_finish_or_the_worker_i
 
 
 # engines
+
+
+async def test_a_worker_that_is_stopped_as_it_starts_ends(pool: Pool) -> None:
+    """At whatever its tasks are, over and over."""
+    for _ in range(20):
+        worker = await pool.start(StepEngine(), name="a")
+        assert await worker.drain() == EXIT_OK
+    assert pool.client.status().workers == ()
 
 
 async def test_an_engines_death_hands_its_samples_to_others(pool: Pool) -> None:

@@ -4,6 +4,7 @@ token, also when Redis came back with less than it had."""
 from __future__ import annotations
 
 from producer.contract.states import State
+from tests.integration.conftest import OpenPool
 from tests.integration.contract import Driver
 from tests.integration.pool import Pool, proved
 from tests.integration.stepper import StepEngine, attempts, sample_of
@@ -68,6 +69,18 @@ async def test_a_worker_that_takes_its_own_sample_back_ends_the_old_request(
     assert engine.ended == [("g0/0", "abort"), ("g0/0", "length")]
     assert [(s.attempt, s.tokens) for s in rollout.segments] == [(1, 3), (2, 5)]
     assert (rollout.crashes, rollout.attempts) == (1, 2)
+
+
+async def test_workers_take_back_what_a_dead_one_held(open_pool: OpenPool, driver: Driver) -> None:
+    """No client waits, so it is the workers that look for it."""
+    pool = open_pool(lease_ms=2000)
+    pool.submit()
+    driver.generate(driver.claim_one("gone"), 3)
+
+    await pool.start(StepEngine(), name="b")
+
+    await async_wait_until(lambda: driver.results() == [("g0", ["finished"])], "it is finished")
+    assert driver.sample("g0/0")["crashes"] == "1"
 
 
 async def test_chunks_that_redis_lost_are_sent_again(pool: Pool, driver: Driver) -> None:

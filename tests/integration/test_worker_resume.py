@@ -5,6 +5,7 @@ Base case: prompt [1, 2, 3], max_tokens 8, weights v1, then v2 and so on.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from producer.contract.states import State
 from tests.integration.contract import Driver
 from tests.integration.pool import Pool, Running, proved
 from tests.integration.stepper import StepEngine, attempts
+from tests.waiting import async_wait_until
 from workers.engines import sim_model
 
 
@@ -168,6 +170,26 @@ async def test_a_chat_prompt_is_tokenized_once(pool: Pool, driver: Driver) -> No
     sent = {tuple(r.prompt_ids.tolist()) for r in engine.requests + later.requests}
     assert sent == {tuple(sim_model.encode("0: hello", 512).tolist())}
     assert [r.crashes for r in group.rollouts] == [1, 1]
+
+
+async def test_two_workers_that_tokenize_one_group_agree(pool: Pool) -> None:
+    """Each has a member and its own idea of the date; the first that said it is right."""
+    engines = [StepEngine(), StepEngine()]
+    for engine, day in zip(engines, ("monday", "tuesday"), strict=True):
+        engine.template = partial(lambda day, prompt: sim_model.encode(day, 512), day)
+        engine.encode_gate.clear()
+        worker = await pool.start(engine, name=day, max_samples=1)
+        if day == "monday":
+            pool.client.submit(["what day is it?"], SamplingParams(n=2, max_tokens=4))
+        await async_wait_until(worker.state.held.copy, "each has one")
+
+    engines[1].encode_gate.set()
+    await async_wait_until(lambda: engines[1].requests, "tuesday was first")
+    engines[0].encode_gate.set()
+    await pool.groups()
+
+    sent = {tuple(r.prompt_ids.tolist()) for e in engines for r in e.requests}
+    assert sent == {tuple(sim_model.encode("tuesday", 512).tolist())}
 
 
 async def test_sampled_ids_are_sent_as_they_were_sampled(pool: Pool) -> None:

@@ -1,11 +1,12 @@
 -- claim: hand ready samples, oldest first, to a worker under a new lease token.
--- KEYS: ready leases sample chunks group results dead weights request stats config
--- ARGV: worker request version limit held suspects alone room reserve |
+-- KEYS: ready leases sample chunks group results dead weights workers request stats config
+-- ARGV: worker request version limit held share suspects alone room reserve |
 --   request: random, names this call, and is the nonce of its lease tokens
 --   held: samples the worker holds; suspects: how many it may take that were in one crash;
+--   share: 1 to leave the other workers theirs, of all samples that wait or are held
 --   alone: 1 if it may take one that was in several, since it holds no suspect at all
 --   room: KV cache tokens that are free; reserve: tokens counted for what is still to be made
--- REPLY: {current, last_good, {headers}}; a header is {id, lease_token, group, index, attempts,
+-- REPLY: {current, last_good, {headers}, samples that still wait}; a header is {id, lease_token, group, index, attempts,
 --   crashes, interruptions, tokens, job, prompt_ids}
 -- INVARIANT: a sample has one holder; the same request gets the same answer; a full results
 --   stream stops the start of new groups only.
@@ -41,10 +42,14 @@ if before then
       header(s, group_of(s))
     end
   end
-  return {current, good, headers}
+  return {current, good, headers, call('ZCARD', K.ready)}
+end
+if A.share == '1' then
+  local all = call('ZCARD', K.ready) + call('ZCARD', K.leases)
+  limit = math.min(limit, math.ceil(all / math.max(1, call('ZCARD', K.workers))) - held)
 end
 if not serves(version) or limit < 1 then
-  return {current, good, headers}
+  return {current, good, headers, call('ZCARD', K.ready)}
 end
 
 local at = now()
@@ -119,4 +124,4 @@ if #ids > 0 then
   call('SET', K.request .. A.request, cmsgpack.pack(ids), 'PX', c[1])
   count('claimed', #ids)
 end
-return {current, good, headers}
+return {current, good, headers, call('ZCARD', K.ready)}

@@ -1,0 +1,55 @@
+"""What `tests/chaos` found, each as a short run of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis
+
+from producer import SamplingParams
+from producer.contract.errors import ResultsTimeout
+from producer.contract.manifest import MANIFEST
+from tests.integration.conftest import OpenPool
+from tests.integration.contract import Driver, heartbeat
+from tests.integration.pool import Pool
+from tests.integration.stepper import StepEngine
+
+
+async def test_what_redis_lost_is_offered_until_there_is_room(
+    open_pool: OpenPool, redis_client: redis.Redis
+) -> None:
+    """The queue is not at its end while this client's groups still wait to come back to it."""
+    pool = open_pool(max_ready=2)
+    ids = pool.submit(2)
+    redis_client.flushall()
+    other = pool.new_client(consumer="1", limits={"max_ready": 2})
+    ids += other.submit([[1, 2, 3]] * 2, SamplingParams(max_tokens=8), ids=["x0", "x1"])
+    with pytest.raises(ResultsTimeout):
+        await asyncio.to_thread(pool.client.batch, 4, timeout=0.1)
+    await pool.start(StepEngine(lambda r: None), name="a")
+
+    batch = await pool.batch(4)
+
+    assert sorted(g.id for g in batch) == sorted(ids)
+
+
+async def test_a_new_worker_serves_the_last_good_version_while_the_newest_does_not_come(
+    pool: Pool, driver: Driver
+) -> None:
+    """Else a broken publication idles every worker that starts, until all have given it up."""
+    driver.send(heartbeat("another"))  # so that nothing is given up by all
+    first = await pool.start(StepEngine(lambda r: None), name="a")
+    good = await pool.update(first)
+    await first.drain()
+    path, _ = pool.write()
+    manifest = pool.weights_dir / path / MANIFEST
+    newest = pool.client.publish_weights(pool.weights_dir / path)
+    manifest.rename(manifest.with_suffix(".late"))
+
+    worker = await pool.start(StepEngine(lambda r: None), name="b")
+    pool.submit()
+
+    assert (await pool.one()).versions.tolist() == [good] * 8
+    manifest.with_suffix(".late").rename(manifest)
+    await pool.serving(newest, worker)

@@ -1,0 +1,233 @@
+"""Redis away, back with an older state, full, read-only, or asking for another password.
+
+Nobody loses a sample, nobody is blamed for a crash, and every group is delivered once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from producer.contract.connection import AsyncQueue
+from producer.contract.keys import QueueKeys
+from producer.contract.url import PASSWORD_FILE
+from producer.server import EmbeddedServer, Prefer, start_embedded
+from tests.integration.pool import Pool
+from tests.integration.stepper import StepEngine
+from tests.waiting import async_wait_until
+
+LEASE_S = 0.6
+
+
+@pytest.fixture
+def server(server_kind: Prefer, tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """One that forgets nothing but what a test takes away."""
+    with start_embedded(tmp_path / "redis", prefer=server_kind, appendfsync="always") as server:
+        yield server
+
+
+@pytest.fixture
+async def pool(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Pool]:
+    (tmp_path / "pool").mkdir()
+    pool = Pool(server.url, tmp_path / "pool", {"lease_ms": int(LEASE_S * 1000)})
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+def admin(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as client:
+        yield client
+
+
+def cut_everybody(admin: redis.Redis) -> None:
+    admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
+async def test_a_full_redis_refuses_a_commit_that_is_made_later(
+    pool: Pool, admin: redis.Redis
+) -> None:
+    """Case 28."""
+    engine = StepEngine(lambda r: 3)
+    await pool.start(engine, name="a")
+    pool.submit()
+    await pool.made(3)
+    admin.config_set("maxmemory", 1)
+
+    engine.allow(5)
+    await async_wait_until(lambda: engine.ended, "the engine is through")
+    assert pool.client.status().leased == 1
+    admin.config_set("maxmemory", 0)
+    rollout = await pool.one()
+
+    assert (len(rollout.response_ids), rollout.attempts, rollout.crashes) == (8, 1, 0)
+
+
+async def test_a_worker_that_was_cut_off_hears_of_a_publication(
+    pool: Pool, admin: redis.Redis
+) -> None:
+    """Case 29."""
+    engine = StepEngine()
+    worker = await pool.start(engine, name="a")
+    cut_everybody(admin)
+    version = pool.publish()
+    cut_everybody(admin)
+
+    await pool.serving(version, worker)
+    pool.submit()
+    rollout = await pool.one()
+
+    assert set(rollout.versions.tolist()) == {version}
+
+
+async def test_cancelled_reads_leave_the_connections_in_step(server: EmbeddedServer) -> None:
+    """Case 30."""
+    queue = AsyncQueue(server.url, "q", patience=5.0)
+    await queue.open()
+    stream = queue.keys["updates"]
+    for _ in range(100):
+        read = asyncio.create_task(queue.redis.xread({stream: "$"}, block=5000))
+        await asyncio.sleep(0)
+        while not read.done():  # Python 3.11 swallows one that comes with a success
+            read.cancel()
+            await asyncio.sleep(0)
+        assert read.cancelled()
+
+    answers = await asyncio.gather(*(queue.redis.echo(f"{i}") for i in range(50)))
+
+    assert answers == [b"%d" % i for i in range(50)]
+    await queue.close()
+
+
+async def test_a_flushed_queue_is_set_up_and_filled_again(
+    pool: Pool, admin: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 31: the trainer offers again what it submitted; scripts are loaded again."""
+    engine = StepEngine(lambda r: 3)
+    worker = await pool.start(engine, name="a")
+    ids = pool.submit(4)
+    await pool.made(3)
+    admin.flushall()
+    admin.script_flush()
+    engine.plan = lambda r: None
+
+    with caplog.at_level(logging.WARNING):
+        started = time.monotonic()
+        groups = await pool.groups(4)
+        seconds = time.monotonic() - started
+
+    assert sorted(g.id for g in groups) == ids
+    assert not worker.task.done()
+    assert len(caplog.records) / max(1.0, seconds) < 10
+
+
+async def test_a_read_only_redis_is_waited_for(pool: Pool, admin: redis.Redis) -> None:
+    """Case 32, as in a failover: the master became a replica, and then a master again."""
+    engine = StepEngine(lambda r: 3)
+    await pool.start(engine, name="a")
+    pool.submit()
+    await pool.made(3)
+    admin.execute_command("REPLICAOF", "127.0.0.1", "1")
+    engine.allow(5)
+    await async_wait_until(lambda: engine.ended, "the engine is through")
+    admin.execute_command("REPLICAOF", "NO", "ONE")
+
+    rollout = await pool.one()
+
+    assert (len(rollout.response_ids), rollout.attempts, rollout.crashes) == (8, 1, 0)
+
+
+async def test_a_rotated_password_is_taken_up(
+    server: EmbeddedServer,
+    admin: redis.Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Case 32: everybody is cut off, and comes back with the new password of the file."""
+    secret = tmp_path / "password"
+    secret.write_text("one\n")
+    monkeypatch.setenv(PASSWORD_FILE, str(secret))
+    admin.config_set("requirepass", "one")
+    (tmp_path / "pool").mkdir()
+    pool = Pool(server.url, tmp_path / "pool", {"lease_ms": 5000})
+    engine = StepEngine(lambda r: 3)
+    await pool.start(engine, name="a")
+    pool.submit()
+    await pool.made(3)
+
+    admin.config_set("requirepass", "two")
+    cut_everybody(admin)
+    engine.allow(5)
+    await async_wait_until(lambda: engine.ended, "the engine is through")
+    secret.write_text("two\n")
+    rollout = await pool.one()
+
+    assert (len(rollout.response_ids), rollout.attempts, rollout.crashes) == (8, 1, 0)
+    await pool.close()
+    admin.execute_command("AUTH", "two")
+
+
+async def test_what_the_last_second_held_is_made_good(
+    pool: Pool, server: EmbeddedServer, admin: redis.Redis, tmp_path: Path
+) -> None:
+    """Case 37: Redis comes back as it was before a claim, tokens, a publication and a submit."""
+    engine = StepEngine(lambda r: 3)
+    worker = await pool.start(engine, name="a")
+    first = await pool.update(worker)
+    pool.submit()
+    await pool.made(3)
+    data, before = server.directory, tmp_path / "before"
+    shutil.copytree(data, before, ignore=shutil.ignore_patterns("*.sock", "*.log"))
+
+    engine.allow(2)
+    await pool.made(5)
+    second = await pool.update(worker)
+    late = pool.client.submit([[4, 5]], ids=["late"])
+    await pool.made(8 if len(engine.requests) > 1 else 5)
+    server.kill()
+    for path in data.iterdir():
+        if path.name != "server.log":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(before, data, dirs_exist_ok=True)
+    server.start()
+    engine.plan = lambda r: None
+    groups = {g.id: g for g in await pool.groups(2)}
+
+    assert sorted(groups) == ["g0", *late]
+    third = pool.client.status().current
+    assert third > second > first, "the lost publication was made again, as a newer version"
+    (rollout,) = groups["g0"].rollouts
+    assert len(rollout.response_ids) == 8
+    assert rollout.crashes == 0
+    assert pool.client.status().results == 0
+
+
+async def test_nobody_is_blamed_for_a_time_without_redis(
+    pool: Pool, server: EmbeddedServer
+) -> None:
+    """Case 38: for three lease times."""
+    engine = StepEngine(lambda r: 3)
+    for name in "ab":
+        await pool.start(engine if name == "a" else StepEngine(lambda r: 3), name=name)
+    pool.submit(4)
+    await pool.made(3, "g0/0", "g1/0", "g2/0", "g3/0")
+
+    server.kill()
+    until = time.monotonic() + 3 * LEASE_S
+    await async_wait_until(lambda: time.monotonic() > until, "three leases passed")
+    server.start()
+    for running in pool.workers.values():
+        running.worker.state.engine.allow(5)  # type: ignore[attr-defined]
+    groups = await pool.groups(4)
+
+    assert {(r.attempts, r.crashes) for g in groups for r in g.rollouts} == {(1, 0)}
+    with redis.Redis.from_url(server.url) as client:
+        stats = client.hgetall(QueueKeys("q")["stats"])
+    assert b"reaped" not in stats
