@@ -18,7 +18,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 COVERAGE  := --cov --cov-branch --cov-report=term:skip-covered
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick lint bench clean
+.PHONY: help demo test test-quick lint bench chaos clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ lint: $(READY) ## ruff and mypy
 
 bench: $(READY) ## what the queue costs, as ratios within one run
 	$(BIN)/python -m tests.bench.queue $(ARGS)
+
+chaos: $(READY) ## harm a pool for minutes and audit it; ARGS="--samples 100000 --seed 7"
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

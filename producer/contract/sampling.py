@@ -136,7 +136,10 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 def _number(name: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSample(f"{name} must be a number, not {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not (low <= number <= high and math.isfinite(number)):
         raise InvalidSample(f"{name}={number} is outside {low} to {high}")
     return number
@@ -144,7 +147,7 @@ def _number(name: str, value: object, low: float, high: float) -> float:
 
 def _sequence(name: str, value: Iterable[Any] | None) -> tuple[Any, ...]:
     try:
-        return tuple(value or ())
+        return () if value is None else tuple(value)
     except TypeError:
         raise InvalidSample(f"{name} must be a list, not {value!r}") from None
 
