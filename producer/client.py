@@ -100,7 +100,7 @@ class RolloutClient:
     ) -> None:
         url = url or os.environ.get("ROLLQ_REDIS_URL") or "redis://localhost:6379"
         weights_dir = weights_dir or os.environ.get("ROLLQ_WEIGHTS_DIR")
-        self.consumer = check_group_id(consumer)
+        self.consumer = check_group_id(consumer, "consumer")
         self.weights_dir = Path(weights_dir) if weights_dir else None
         self._queue = Queue(url, queue, limits=limits, patience=patience)
         self._outbox = Outbox(self._queue)

@@ -8,6 +8,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from producer.contract.keys import check_group_id
+
 
 def default_name() -> str:
     """A name that no other worker has, also after a restart on the same host."""
@@ -41,3 +43,6 @@ class WorkerSettings:
     load_seconds: float = 900.0
     first_token_seconds: float = 10.0
     final_output_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_group_id(self.name, "worker name")

@@ -84,9 +84,10 @@ def split_sample_id(sid: str) -> tuple[str, int | None]:
     return group, int(index) if slash else None
 
 
-def check_group_id(group_id: str) -> str:
+def check_group_id(group_id: str, what: str = "group id") -> str:
+    """An id or name that fits into keys and lists. Raises InvalidSample, naming `what`."""
     if not isinstance(group_id, str) or not _ID.match(group_id):
         raise InvalidSample(
-            f"group id {group_id!r} must be 1 to 128 letters, digits or any of _.:@=+-"
+            f"{what} {group_id!r} must be 1 to 128 letters, digits or any of _.:@=+-"
         )
     return group_id

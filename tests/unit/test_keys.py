@@ -13,6 +13,7 @@ from producer.contract.keys import (
     sample_id,
     split_sample_id,
 )
+from workers.settings import WorkerSettings
 
 KEYS = {
     "ready": "rollq:{grpo}:ready",
@@ -80,3 +81,8 @@ def test_a_sample_id_tells_its_group_and_index() -> None:
     assert sample_id("step:1", 7) == "step:1/7"
     assert split_sample_id("step:1/7") == ("step:1", 7)
     assert split_sample_id("step:1") == ("step:1", None)
+
+
+def test_a_worker_with_a_name_that_lists_cannot_hold_is_refused() -> None:
+    with pytest.raises(InvalidSample, match="worker name 'a,b' must be"):
+        WorkerSettings(url="unix:///x", name="a,b")
