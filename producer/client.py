@@ -345,7 +345,7 @@ class RolloutClient:
 
     def _publish_again(self) -> None:
         """If Redis forgot this client's last publication: under a new, higher version."""
-        if self._newest and f"{self._newest}:state" not in self.status().weights:
+        if int(self.status().weights.get("newest", 0)) < self._newest:
             self._publish(force=True)
 
     def wait_for_version(self, version: int, *, workers: int = 1, timeout: float = 60.0) -> None:

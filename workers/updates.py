@@ -127,9 +127,13 @@ class Updater:
         )
         if path is None:
             return None
-        return Publication(
-            version, path.decode(), state.decode(), policy.decode(), int(deadline) / 1000
-        )
+        try:
+            words = (path.decode(), state.decode(), policy.decode())
+            return Publication(version, *words, int(deadline) / 1000)
+        except (ValueError, AttributeError):
+            self._state.last_error = f"version {version} is not described as a publication is"
+            log.error("%s", self._state.last_error)
+            return None
 
     # fetch
 

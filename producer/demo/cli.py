@@ -15,7 +15,11 @@ import click
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(1))
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--engine", default="vllm", show_default=True, type=click.Choice(["vllm", "sim"]))
-@click.option("--redis", "redis_url", help="URL of a Redis; an own server is started by default.")
+@click.option(
+    "--redis",
+    "redis_url",
+    help="URL of a Redis, where the run's queue stays; an own server is started by default.",
+)
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -70,7 +74,7 @@ def demo(
         directory=directory,
     )
     report = run(config, console)
-    show(report, console, simulated=engine == "sim")
+    show(report, console, queue_stays=redis_url is not None)
     if as_json:
         click.echo(json.dumps(report.to_json()))
     sys.exit(0 if report.audit_ok else 1)

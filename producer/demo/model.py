@@ -55,7 +55,9 @@ def load_model(directory: Path) -> Any:
     """A causal language model of transformers, float32, on the CPU."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, local_files_only=True
     )

@@ -80,7 +80,7 @@ def audit_fields(audit: Audit, proof: VersionProof | None) -> dict[str, Any]:
     }
 
 
-def show(report: Report, console: Console, *, simulated: bool) -> None:
+def show(report: Report, console: Console, *, queue_stays: bool) -> None:
     """Table, reward curve, verdict; fits 80 columns."""
     table = Table(title="rollq demo", show_header=False, title_justify="left")
     table.add_column(style="dim")
@@ -88,13 +88,14 @@ def show(report: Report, console: Console, *, simulated: bool) -> None:
     for name, value in _rows(report):
         table.add_row(name, value)
     console.print(table)
-    if simulated:
+    if report.engine == "sim":
         _say(console, ["The simulated engine follows no weights: its reward says nothing."])
     else:
         _say(console, ["mean reward by step", text_chart(report.rewards)])
     if report.picture is not None:
         _say(console, [f"as a picture: {report.picture}"], wrap=False)
-    _say(console, ["the same with redis-cli, while a demo runs:"])
+    when = "now" if queue_stays else "while a demo runs"
+    _say(console, [f"the same with redis-cli, {when}:"])
     _say(console, [f"  {line}" for line in report.look], wrap=False)
     _say(console, [report.audit, *(f"  {problem}" for problem in report.problems)])
 

@@ -109,6 +109,8 @@ def _start_workers(
     workers: WorkerProcesses, config: DemoConfig, trainer: Trainer, url: str, queue: str
 ) -> None:
     environment = {
+        # Not as an argument, which other users of the machine could read: it may hold a password.
+        "ROLLQ_REDIS_URL": url,
         "OMP_NUM_THREADS": str(_threads(config.workers)),
         # Workers that bind their threads to the same cores would halve each other.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -121,7 +123,7 @@ def _start_workers(
     for i in range(1, config.workers + 1):
         name = f"worker-{i}"
         weights = str(config.directory.resolve() / "weights")
-        arguments = ["--redis", url, "--queue", queue, "--name", name, "--weights-dir", weights]
+        arguments = ["--queue", queue, "--name", name, "--weights-dir", weights]
         arguments += ["--checkpoint-tokens", "16", "--reserve-tokens", "64"]
         workers.start(name, arguments + _engine_arguments(config, trainer, i), environment)
 

@@ -273,7 +273,8 @@ class Model:
             self.good = max(self.good, version)
         elif self.weights[version] == "new":
             self.failed.setdefault(version, set()).add(worker)
-            if self.failed[version] >= set(self.workers):
+            failed, live = self.failed[version], set(self.workers)
+            if failed >= live or len(failed) >= 2 * len(live):
                 self.weights[version] = "bad"
                 if self.current == version:
                     self.current = self.good

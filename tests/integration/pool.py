@@ -98,7 +98,8 @@ class Pool:
         """End what still runs; a worker that ended with an exception raises it here."""
         for running in self.workers.values():
             if not running.task.done():
-                running.worker.state.stop.set()
+                running.state.stop.set()
+                running.state.free.set()
         await asyncio.wait_for(asyncio.gather(*(r.task for r in self.workers.values())), 10)
         for client in self._clients:
             client.close()

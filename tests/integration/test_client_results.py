@@ -245,6 +245,7 @@ async def test_manual_acks_may_come_late_and_in_any_order(pool: Pool) -> None:
     )
 
     assert [len(b) for b in batches] == [1, 1, 1, 1]
+    assert pool.client.status().results == 4
     assert [b.ack() for b in reversed(batches)] == [1, 1, 1, 1]
     assert [b.ack() for b in batches] == [1, 1, 1, 1]
     assert pool.client.status().results == 0

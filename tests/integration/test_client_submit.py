@@ -51,8 +51,9 @@ async def test_metadata_and_rows_come_back_untouched(pool: Pool) -> None:
 
 
 def test_a_list_with_one_bad_prompt_enqueues_nothing(pool: Pool) -> None:
-    with pytest.raises(InvalidSample, match="prompt 1: token id -1"):
-        pool.client.submit([[1], [-1], [2]], PARAMS)
+    many = SamplingParams(n=1000, max_tokens=8)
+    with pytest.raises(InvalidSample, match="prompt 2: token id -1"):
+        pool.client.submit([[1], [2], [-1]], many)
 
     assert pool.client.status().ready == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from producer.contract.errors import EngineError
+from producer.demo import processes
 from producer.demo.processes import WorkerProcesses, log_tail
 from tests.waiting import wait_until
 
@@ -112,8 +115,9 @@ def test_workers_end_with_a_demo_that_is_killed(start_demo: StartDemo, tmp_path:
     demo = start_demo("--steps", "1000")
     until_it_trains(demo, tmp_path)
     demo.kill()
-    demo.communicate()
+    stdout, _ = demo.communicate()
     wait_until(lambda: not processes_of(tmp_path), "the workers have ended", 45.0)
+    shutil.rmtree(socket_directory(stdout))  # a killed owner cannot
 
 
 def test_demo_goes_on_when_one_worker_is_killed_and_says_so(
@@ -132,6 +136,19 @@ def test_demo_goes_on_when_one_worker_is_killed_and_says_so(
     demo.send_signal(signal.SIGINT)
     stdout, _ = demo.communicate(timeout=30)
     assert "was ended by signal 9" in stdout
+
+
+def test_demo_on_a_given_redis_takes_a_queue_of_its_own(
+    start_demo: StartDemo, tmp_path: Path, redis_client: redis.Redis, redis_url: str
+) -> None:
+    demo = start_demo("--steps", "2", "--workers", "1", "--json", "--redis", redis_url)
+    stdout, stderr = demo.communicate(timeout=60)
+    assert demo.returncode == 0, stderr
+    queue = json.loads(stdout)["look"][0].partition("rollq:{")[2].partition("}")[0]
+    assert queue.startswith("demo-")
+    assert redis_client.zcard(f"rollq:{{{queue}}}:leases") == 0
+    assert int(redis_client.hget(f"rollq:{{{queue}}}:stats", "finished")) >= 2 * 24 * 8
+    assert processes_of(tmp_path) == []
 
 
 def test_a_second_demo_in_the_same_directory_is_refused(
@@ -162,6 +179,17 @@ def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
         words = wait_until(ended, "the worker has ended", 30.0)
     assert "no worker is left" in words
     assert "no_such_setting" in words
+
+
+def test_a_worker_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 0.1)
+    with WorkerProcesses(tmp_path / "logs") as workers:
+        workers.start("worker-1", ["--engine", "sim", "--weights-dir", str(tmp_path)], {})
+        [worker] = wait_until(lambda: processes_of(tmp_path), "the worker runs")
+        os.kill(worker, signal.SIGSTOP)
+    assert processes_of(tmp_path) == []
 
 
 def test_tail_of_a_long_log_is_its_last_lines(tmp_path: Path) -> None:

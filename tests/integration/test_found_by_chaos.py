@@ -11,7 +11,7 @@ from producer import SamplingParams
 from producer.contract.errors import ResultsTimeout
 from producer.contract.manifest import MANIFEST
 from tests.integration.conftest import OpenPool
-from tests.integration.contract import Driver, heartbeat
+from tests.integration.contract import Driver, confirm, heartbeat, leave, publish
 from tests.integration.pool import Pool
 from tests.integration.stepper import StepEngine
 
@@ -53,3 +53,16 @@ async def test_a_new_worker_serves_the_last_good_version_while_the_newest_does_n
     assert (await pool.one()).versions.tolist() == [good] * 8
     manifest.with_suffix(".late").rename(manifest)
     await pool.serving(newest, worker)
+
+
+def test_a_version_that_ends_its_workers_is_bad_although_they_start_again(driver: Driver) -> None:
+    """There is always one that has started and not failed yet."""
+    driver.send(publish())
+    verdicts = []
+    for name in ("a-1", "b-1", "a-2", "b-2"):
+        driver.send(heartbeat("starts"))
+        driver.send(heartbeat(name))
+        verdicts.append(driver.send(confirm(1, name, "shapes differ"))[2])
+        driver.send(leave(name))
+
+    assert verdicts == [b"new", b"new", b"new", b"bad"]

@@ -99,8 +99,8 @@ async def test_a_claimed_sample_stands_at_the_gate_until_the_update_is_through(
 
 async def test_a_preempted_sample_returns_its_tokens_once(pool: Pool) -> None:
     """Case 13: a cache of 64 tokens holds 29 tokens of both, so one waits with what it made."""
-    settings = SimSettings(max_model_len=64, kv_cache_tokens=64, token_rate=200, stream_interval=8)
-    worker = await pool.start(SimEngine(settings), reserve_tokens=1, checkpoint_tokens=8)
+    settings = SimSettings(max_model_len=64, kv_cache_tokens=64, token_rate=40, stream_interval=4)
+    worker = await pool.start(SimEngine(settings), reserve_tokens=1, checkpoint_tokens=4)
     pool.submit(2, max_tokens=60)
 
     def most_made() -> int:

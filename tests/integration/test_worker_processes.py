@@ -193,7 +193,7 @@ async def test_a_hung_engine_ends_its_process_and_the_samples_go_elsewhere(
     pool: Pool, driver: Driver, start: Processes
 ) -> None:
     hung = start("a", sim="token_rate=200,hang_id=0,stream_interval=4", stall_seconds=0.5)
-    pool.submit(3, max_tokens=400)
+    pool.submit(3, max_tokens=1000)
     await leased(driver, 3)
     pool.client.submit([[3, 0]], SamplingParams(max_tokens=8), ids=["hangs"])
 

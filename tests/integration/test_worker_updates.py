@@ -214,9 +214,9 @@ async def test_keep_goes_on_in_place(pool: Pool) -> None:
 
 async def test_keep_labels_each_token_of_one_output_with_its_own_version(pool: Pool) -> None:
     """The simulated engine collects tokens over the update before it gives them out."""
-    engine = SimEngine(SimSettings(token_rate=50, stream_interval=64))
+    engine = SimEngine(SimSettings(token_rate=40, stream_interval=64))
     worker = await pool.start(engine)
-    pool.submit(max_tokens=30)
+    pool.submit(max_tokens=50)
     await pool.made(1)
 
     await pool.update(worker, policy=UpdatePolicy.KEEP)
@@ -318,3 +318,19 @@ async def test_clean_up_spares_what_a_worker_reads(pool: Pool) -> None:
     pool.publish()
 
     assert not path.exists()
+
+
+async def test_a_trainer_that_reconnects_does_not_bring_old_weights_back(
+    pool: Pool, driver: Driver
+) -> None:
+    """Its publication is so old that Redis forgot it on purpose."""
+    pool.publish()
+    other = pool.new_client()
+    for _ in range(40):
+        newest = other.publish_weights(pool.files())
+    assert "1:state" not in pool.client.status().weights
+
+    driver.redis.client_kill_filter(_type="normal", skipme=True)
+    await pool.batch()
+
+    assert pool.client.status().current == newest

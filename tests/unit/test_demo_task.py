@@ -19,6 +19,7 @@ from producer.demo.audit import Audit, VersionProof, rollout_problems, spans_ver
 from producer.demo.chart import save_picture, sparkline, text_chart
 from producer.demo.display import how_to_look
 from producer.demo.learner import Learner, LearnerConfig, advantages
+from producer.demo.model import load_model, make_model, misfit
 from producer.demo.trainers import write_safetensors
 from producer.status import Status
 
@@ -101,6 +102,27 @@ def test_target_lengths_have_a_long_tail() -> None:
 def test_the_same_seed_draws_the_same_questions() -> None:
     first, again, other = (laps.draw(np.random.default_rng(s), 40) for s in (3, 3, 4))
     assert first == again != other
+
+
+# the model
+
+
+def test_made_model_fits_the_task_and_one_with_other_words_does_not(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    made = make_model(tmp_path / "one", seed=3)
+    assert misfit(tmp_path / "one") is None
+    loaded = load_model(tmp_path / "one")
+    ids = torch.tensor([TWO_LAPS_FROM_C.ids])
+    assert torch.equal(made(ids).logits, loaded(ids).logits)
+    assert 80_000 < sum(p.numel() for p in made.parameters()) < 100_000
+    generation = json.loads((tmp_path / "one" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == laps.EOS
+
+    tokenizer = tmp_path / "one" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"f"', '"g"'))
+    assert "lacks the task's words" in (misfit(tmp_path / "one") or "")
+    assert "cannot be read" in (misfit(tmp_path) or "")
 
 
 # the learner

@@ -4,7 +4,9 @@
 --   error: '' when the worker serves it now
 -- REPLY: {current, last_good, state of the version, or '' if it is not known any more}
 -- INVARIANT: the first worker that serves a version makes it good; it becomes bad only when
---   every live worker failed, and then the level falls back to the last good version.
+--   every live worker failed, or twice as many as live did: a failed load ends its worker, and
+--   those started again under new names have never all failed. Then the level falls back to
+--   the last good version.
 local version = whole(A.version, 'version')
 local ttl = config('worker_ttl_ms')[1]
 local v = text(version) .. ':'
@@ -23,11 +25,12 @@ elseif state == 'new' then
     failed[name] = true
   end
   failed[A.worker] = true
-  local names, missing = {}, 0
+  local names, live, missing = {}, 0, 0
   for name in pairs(failed) do
     names[#names + 1] = name
   end
   for _, name in ipairs(call('ZRANGEBYSCORE', K.workers, now() - ttl, '+inf')) do
+    live = live + 1
     if not failed[name] then
       missing = missing + 1
     end
@@ -35,7 +38,7 @@ elseif state == 'new' then
   table.sort(names)
   call('HSET', K.weights, v .. 'failed', table.concat(names, ','), v .. 'error',
     A.worker .. ': ' .. A.error)
-  if missing == 0 then
+  if missing == 0 or #names >= 2 * live then
     state = 'bad'
     call('HSET', K.weights, v .. 'state', state)
     count('versions_bad', 1)
