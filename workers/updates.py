@@ -17,6 +17,7 @@ from pathlib import Path
 
 from producer.contract.errors import EngineDead, EngineError, WeightLoadError, WeightsError
 from producer.contract.manifest import Manifest, confined
+from producer.contract.scripts import Argument
 from producer.contract.states import UpdatePolicy, WeightState
 from workers.admission import Admission
 from workers.held import Outcome
@@ -77,7 +78,9 @@ class Updater:
                 publication = await self._read(version)
                 if publication is None or publication.state == WeightState.BAD:
                     break
-                await self._say_loading(version)
+                self._state.loading = version
+                # Before anything is read: the clean-up of old versions spares this one.
+                await self._say(loading=version)
                 directory = await self._fetch(publication)
                 if directory is not None:
                     await self._swap(publication, directory)
@@ -112,11 +115,10 @@ class Updater:
         """Just started, with older weights than those that samples may be made with."""
         return self._state.version < self._state.last_good
 
-    async def _say_loading(self, version: int) -> None:
-        """Before anything is read, so that the clean-up of old versions spares this one."""
-        self._state.loading = version
+    async def _say(self, **fields: Argument) -> None:
+        """At once, and not with the next heartbeat."""
         await self._state.queue.call(
-            "heartbeat", [("loading", version)], worker=self._state.settings.name
+            "heartbeat", list(fields.items()), worker=self._state.settings.name
         )
 
     async def _read(self, version: int) -> Publication | None:
@@ -216,6 +218,7 @@ class Updater:
             publication.version,
             1000 * (time.monotonic() - started),
         )
+        await self._say(version=publication.version, loading="", state=state.phase)
         if await self._confirm(publication.version, "") == WeightState.BAD:
             state.give_up(
                 f"version {publication.version} was given up by the pool before this worker "
