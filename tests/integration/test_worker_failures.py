@@ -114,7 +114,8 @@ async def test_files_that_are_gone_are_never_loaded_and_the_newest_is(
 
 async def test_files_that_no_worker_can_read_are_rejected(pool: Pool) -> None:
     """Case 40, before any engine is touched: the pool serves on, the publisher is told."""
-    engines = [StepEngine(attempts(3)), StepEngine(attempts(3))]
+    plan = attempts(3)  # of both: either may take the sample up again
+    engines = [StepEngine(plan), StepEngine(plan)]
     workers = [await pool.start(e, name=n) for e, n in zip(engines, "ab", strict=True)]
     await async_wait_until(lambda: len(pool.client.status().workers) == 2, "both are known")
     path, _ = pool.write()
