@@ -3,17 +3,36 @@
 Importing it loads neither torch nor vllm.
 """
 
-from producer.client import Batch, RolloutClient
-from producer.contract.errors import RollqError
+from producer.batch import Batch
+from producer.client import RolloutClient
+from producer.contract.errors import (
+    IdConflict,
+    InvalidSample,
+    QueueFull,
+    QueueUnusable,
+    RedisUnavailable,
+    ResultsTimeout,
+    RollqError,
+    WeightsError,
+    WeightsRejected,
+)
 from producer.contract.messages import Rollout, RolloutGroup, Segment
 from producer.contract.sampling import SamplingParams
 
 __all__ = [
     "Batch",
+    "IdConflict",
+    "InvalidSample",
+    "QueueFull",
+    "QueueUnusable",
+    "RedisUnavailable",
+    "ResultsTimeout",
     "Rollout",
     "RolloutClient",
     "RolloutGroup",
     "RollqError",
     "SamplingParams",
     "Segment",
+    "WeightsError",
+    "WeightsRejected",
 ]

@@ -9,15 +9,17 @@ not acked comes again to the same `consumer` after a restart.
 from __future__ import annotations
 
 import itertools
+import logging
+import operator
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
+from producer.batch import Batch
 from producer.contract.connection import Queue, split
 from producer.contract.errors import (
     InvalidSample,
@@ -37,39 +39,16 @@ from producer.results import build_rollout, sample_commands
 from producer.status import Status, build_status, status_commands, texts, worker_commands
 from producer.weights import remove_old, write_checkpoint
 
+log = logging.getLogger("rollq")
+
 #: seconds between offers of what is outstanding, in case Redis lost it unnoticed
 _OFFER_SECONDS = 30.0
 #: seconds between offers while Redis is found to have lost some of it
 _OFFER_AGAIN_SECONDS = 1.0
+#: seconds between words to a trainer that waits in vain
+_SAY_SECONDS = 30.0
 #: milliseconds; well below the socket's time-out
 _BLOCK_MS = 500
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch(Sequence[RolloutGroup]):
-    """Closed groups taken together. `ack` says that they will not be needed again."""
-
-    groups: tuple[RolloutGroup, ...]
-    _ack: Callable[[Sequence[RolloutGroup]], int]
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """All members of all groups, in order."""
-        return [r for g in self.groups for r in g.rollouts]
-
-    def ack(self) -> int:
-        """Delete the groups from the queue; returns how many were still this consumer's."""
-        return self._ack(self.groups)
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    @overload
-    def __getitem__(self, index: int) -> RolloutGroup: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RolloutGroup]: ...
-    def __getitem__(self, index: int | slice) -> RolloutGroup | Sequence[RolloutGroup]:
-        return self.groups[index]
 
 
 class RolloutClient:
@@ -151,6 +130,9 @@ class RolloutClient:
             QueueFull: `max_ready` is reached and `block` is False; its message says how
                 many groups were enqueued before.
         """
+        if not isinstance(sampling_params, SamplingParams | None):
+            raise InvalidSample(f"sampling_params must be SamplingParams, not {sampling_params!r}")
+        self._tend()
         jobs: Iterable[Job] = make_jobs(
             prompts,
             sampling_params or SamplingParams(),
@@ -192,6 +174,8 @@ class RolloutClient:
         Raises:
             ResultsTimeout: a batch took longer than `timeout` seconds.
         """
+        if ack not in ("auto", "manual"):
+            raise InvalidSample(f"ack={ack!r} must be 'auto' or 'manual'")
         while batch := self.batch(groups, timeout=timeout, follow=follow):
             yield batch
             if ack == "auto":
@@ -206,6 +190,8 @@ class RolloutClient:
             ResultsTimeout: what did close stays with this client for its next call.
         """
         max_results = int(self._queue.config["max_results"])
+        if groups < 1:
+            raise InvalidSample(f"groups={groups} must be at least 1")
         if groups + len(self._inbox) > max_results:
             raise InvalidSample(
                 f"groups={groups} and {len(self._inbox)} unacked are more than the queue's "
@@ -215,13 +201,18 @@ class RolloutClient:
         # Between two blocks it reaps, which must be often for a lease.
         block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
         taken: list[Entry] = []
+        say_at = time.monotonic() + _SAY_SECONDS
         while len(taken) < groups:
             self._tend()
             drained = not self._inbox.behind and not follow and self._drained()
             more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
             taken += more
             if drained and not more and not self._inbox.behind and not self._outbox.offer_again():
+                self._say_if_others_hold()
                 break
+            if time.monotonic() >= say_at:
+                log.warning("waiting for %d groups: %s", groups, self._waiting_for())
+                say_at = time.monotonic() + _SAY_SECONDS
             if deadline is not None and time.monotonic() > deadline and len(taken) < groups:
                 self._inbox.put_back(taken)
                 raise ResultsTimeout(
@@ -246,7 +237,17 @@ class RolloutClient:
         return (
             f"{status.ready} samples wait, {status.leased} are with workers, "
             f"{len(status.workers)} workers live, weights are at version {status.current}"
+            f"{self._held_by_others()}"
         )
+
+    def _held_by_others(self) -> str:
+        held = self._inbox.held_by_others()
+        words = ", ".join(f"{count} by consumer {name}" for name, count in held.items())
+        return f"; closed groups taken and not acked: {words}" if words else ""
+
+    def _say_if_others_hold(self) -> None:
+        if words := self._held_by_others():
+            log.warning("consumer %s has no more groups%s", self.consumer, words)
 
     def _tend(self) -> None:
         """What a waiting client does for the pool: reap, and bring back what Redis lost."""
@@ -282,6 +283,8 @@ class RolloutClient:
 
         They are delivered with the tokens made so far, as `cancelled`.
         """
+        if isinstance(ids, str):
+            raise InvalidSample(f"cancel takes a list of ids, not the text {ids!r}")
         items = [
             (group, "" if index is None else index) for group, index in map(split_sample_id, ids)
         ]
@@ -317,36 +320,42 @@ class RolloutClient:
                 "no weights directory: give RolloutClient(weights_dir=...) or set "
                 "ROLLQ_WEIGHTS_DIR to a directory that the workers see, too"
             )
+        if policy not in tuple(UpdatePolicy):
+            raise WeightsError(f"policy={policy!r} must be one of {', '.join(UpdatePolicy)}")
+        if not 0 <= deadline_s <= 86_400:
+            raise WeightsError(f"deadline_s={deadline_s} must be 0 to 86400 seconds")
+        step = operator.index(step)
         queue = self._queue.keys.queue
         path, digest = write_checkpoint(self.weights_dir, queue, weights, step)
-        self._published = {
+        publication: dict[str, Any] = {
             "digest": digest,
             "path": path,
             "step": step,
             "policy": str(policy),
             "deadline_ms": int(deadline_s * 1000),
         }
-        version = self._publish(force)
+        version = self._publish(publication, force)
+        self._published = publication
         status = self.status()
         in_use = [v for w in status.workers for v in (w.version, w.loading)]
         remove_old(self.weights_dir, queue, status.weights, in_use)
         return version
 
-    def _publish(self, force: bool) -> int:
+    def _publish(self, publication: dict[str, Any], force: bool) -> int:
         version, _new = self._queue.call(
             "publish",
             request=secrets.token_hex(8),
             force=int(force),
             floor=self._newest,
-            **self._published,
+            **publication,
         )
         self._newest = max(self._newest, version)
         return int(version)
 
     def _publish_again(self) -> None:
         """If Redis forgot this client's last publication: under a new, higher version."""
-        if int(self.status().weights.get("newest", 0)) < self._newest:
-            self._publish(force=True)
+        if self._published and int(self.status().weights.get("newest", 0)) < self._newest:
+            self._publish(self._published, force=True)
 
     def wait_for_version(self, version: int, *, workers: int = 1, timeout: float = 60.0) -> None:
         """Wait until `workers` workers serve `version` or a newer one.

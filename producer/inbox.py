@@ -45,6 +45,15 @@ class Inbox:
         """Whether the next read looks at what is pending, not at what is new."""
         return self._behind
 
+    def held_by_others(self) -> dict[str, int]:
+        """Consumer -> closed groups that it took and did not ack."""
+        summary = ("XPENDING", self._queue.keys["results"], TRAINER_GROUP)
+        [reply] = read_all(self._queue, [summary])
+        consumers = reply["consumers"] if isinstance(reply, dict) else reply[3] or ()
+        pairs = [tuple(c.values()) if isinstance(c, dict) else c for c in consumers]
+        held = {name.decode(): int(count) for name, count in pairs}
+        return {name: count for name, count in held.items() if name != self._consumer}
+
     def look_back(self) -> None:
         """Have the next read look at the pending entries first."""
         self._behind = True

@@ -6,6 +6,7 @@ everything outstanding again costs little and brings back exactly what vanished.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from producer.contract.connection import Queue, split
@@ -24,7 +25,7 @@ class Outbox:
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self._outstanding: dict[str, Item] = {}
+        self._outstanding: dict[str, tuple[Item, float]] = {}  # and when it was last seen
 
     def __len__(self) -> int:
         return len(self._outstanding)
@@ -57,8 +58,14 @@ class Outbox:
 
     def offer_again(self) -> int:
         """Enqueue whatever is outstanding and not there any more; returns how many groups were
-        not there, also those for which there is no room yet."""
-        pieces = split(list(self._outstanding.values()))
+        not there, also those for which there is no room yet.
+
+        What was not seen for half the time that tombstones are kept is let go: another
+        client may have taken it, and nobody would know any more.
+        """
+        oldest = time.monotonic() - int(self._queue.config["tombstone_ms"]) / 2000
+        self._outstanding = {g: o for g, o in self._outstanding.items() if o[1] > oldest}
+        pieces = split([item for item, _ in self._outstanding.values()])
         return sum(answer in (b"new", b"full") for p in pieces for answer in self._answers(p))
 
     def taken(self, group_ids: Iterable[str]) -> None:
@@ -74,17 +81,17 @@ class Outbox:
     def _answers(self, items: Sequence[Item]) -> list[bytes]:
         answers: list[bytes] = self._queue.call("enqueue", items)
         pairs = list(zip(items, answers, strict=True))
+        for item, answer in pairs:
+            if answer == b"done":
+                self._outstanding.pop(str(item[0]), None)
+            elif answer in (b"new", b"same"):
+                self._outstanding[str(item[0])] = item, time.monotonic()
         conflicts = [str(item[0]) for item, answer in pairs if answer == b"conflict"]
         if conflicts:
             raise IdConflict(
                 f"group id {', '.join(conflicts)} was enqueued before with another job; "
                 "give a new id, or the very same job"
             )
-        for item, answer in pairs:
-            if answer == b"done":
-                self._outstanding.pop(str(item[0]), None)
-            elif answer != b"full":
-                self._outstanding[str(item[0])] = item
         return answers
 
     def _batches(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:

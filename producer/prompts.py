@@ -55,11 +55,17 @@ def make_jobs(
             f"{', '.join(params.stateful)} cannot be carried over an interruption: "
             "pass allow_restart=True to have such samples start again, or leave it out"
         )
+    if isinstance(prompts, Mapping):
+        raise InvalidSample("prompts is one row: put it into a list")
+    if isinstance(ids, str):
+        raise InvalidSample(f"ids is a list, one a prompt, not the text {ids!r}")
     policy = _policy(staleness_policy)
     if policy is not StalenessPolicy.ALLOW and max_staleness is None:
         raise InvalidSample(f"staleness_policy={policy} needs max_staleness")
-    if max_staleness is not None and max_staleness < 0:
-        raise InvalidSample(f"max_staleness={max_staleness} must be 0 or more")
+    if max_staleness is not None:
+        if not isinstance(max_staleness, numbers.Integral) or max_staleness < 0:
+            raise InvalidSample(f"max_staleness={max_staleness!r} must be a number of versions")
+        max_staleness = int(max_staleness)
     given_ids = iter(ids) if ids is not None else None
     given_metadata = iter(metadata) if metadata is not None else None
     for position, item in enumerate([prompts] if isinstance(prompts, str) else prompts):

@@ -8,6 +8,7 @@ and every version that a worker serves or loads.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from producer.contract.errors import WeightsError
-from producer.contract.manifest import Manifest, file_digest
+from producer.contract.manifest import MANIFEST, Manifest, file_digest
 
 _SHARD_BYTES = 4 * 1024**3
 _SPARED_SECONDS = 60.0
+#: names that `_publish` gives; others under the root are the user's
+_MADE_HERE = re.compile(r"step-?\d+-[0-9a-f]{8}")
 
 
 def write_checkpoint(root: Path, queue: str, weights: Any, step: int) -> tuple[str, str]:
@@ -60,7 +63,11 @@ def remove_old(root: Path, queue: str, level: Mapping[str, str], in_use: Iterabl
     """
     spared = {level.get("current", "0"), level.get("last_good", "0"), *map(str, in_use)}
     needed = {level.get(f"{version}:path") for version in spared}
-    made = {d: d.stat().st_mtime for d in (root / queue).glob("step*")}
+    made = {
+        d: d.stat().st_mtime
+        for d in (root / queue).glob("step*")
+        if _MADE_HERE.fullmatch(d.name) and (d / MANIFEST).is_file()
+    }
     recent = max(made.values(), default=0.0) - _SPARED_SECONDS
     for directory, at in made.items():
         if at < recent and str(directory.relative_to(root)) not in needed:
@@ -76,6 +83,7 @@ def _publish(root: Path, queue: str, step: int, write: Any) -> tuple[str, str]:
         files = {}
         for path in sorted(unfinished.glob("*.safetensors")):
             files[path.name] = (path.stat().st_size, file_digest(path))
+            path.chmod(0o644)  # safetensors makes files that only their owner reads
             _sync(path)
         manifest = Manifest(files)
         manifest.write(unfinished)

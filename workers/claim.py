@@ -53,9 +53,11 @@ class Claimer:
         """Samples ready to be generated, or already with an outcome; none if nothing waits."""
         state = self._state
         limit, room = self.slots, self.room()
+        crashes = [0, *(h.claim.crashes for h in state.held.values())]
+        if max(crashes) > 1:
+            return []  # one that was in several crashes is tried with nothing new beside it
         if limit <= 0 or (state.held and room <= 0):
             return []
-        crashes = [0, *(h.claim.crashes for h in state.held.values())]
         current, last_good, headers, waiting = await state.queue.call(
             "claim",
             worker=state.settings.name,
@@ -64,7 +66,7 @@ class Claimer:
             limit=limit,
             held=len(state.held),
             share=int(not self._others_leave_them()),
-            suspects=0 if max(crashes) > 1 else _SUSPECTS - sum(crashes),
+            suspects=_SUSPECTS - sum(crashes),
             alone=int(not any(crashes)),
             room=max(0, room),
             reserve=state.settings.reserve_tokens,

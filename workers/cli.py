@@ -41,7 +41,12 @@ from workers.settings import WorkerSettings, default_name
 @click.option("--grace-seconds", default=30.0, help="For handing back when told to stop.")
 @click.option("--stall-seconds", default=120.0, help="Without an engine step: give up.")
 @click.option("--load-seconds", default=900.0, help="For one weight load: give up.")
-@click.option("--log-level", default="INFO")
+@click.option("--fetch-seconds", default=30.0, help="For published files to show up here.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    default="info",
+)
 @click.pass_context
 def worker(
     context: click.Context,
@@ -59,6 +64,7 @@ def worker(
     grace_seconds: float,
     stall_seconds: float,
     load_seconds: float,
+    fetch_seconds: float,
     log_level: str,
 ) -> None:
     """Generate samples of a queue with MODEL until told to stop.
@@ -87,6 +93,7 @@ def worker(
         grace_seconds=grace_seconds,
         stall_seconds=stall_seconds,
         load_seconds=load_seconds,
+        fetch_seconds=fetch_seconds,
     )
     make = _sim if engine == "sim" else _vllm
     sys.exit(asyncio.run(_run(settings, make(model, sim, settings, context.args))))

@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from producer.contract.errors import InvalidSample
 from producer.contract.keys import check_group_id
 
 
@@ -27,6 +28,7 @@ class WorkerSettings:
         max_samples: samples held at once; 0 means as many as the engine runs.
         grace_seconds: for a drain; the process ends after it in any case.
         stall_seconds: without an engine step while samples are in it, the worker gives up.
+        fetch_seconds: for published files to be seen here before they count as missing.
         load_seconds: for one weight load, after which the worker gives up.
     """
 
@@ -41,8 +43,15 @@ class WorkerSettings:
     grace_seconds: float = 30.0
     stall_seconds: float = 120.0
     load_seconds: float = 900.0
+    fetch_seconds: float = 30.0
     first_token_seconds: float = 10.0
     final_output_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         check_group_id(self.name, "worker name")
+        for name in ("checkpoint_tokens", "checkpoint_seconds", "grace_seconds", "stall_seconds"):
+            if getattr(self, name) <= 0:
+                raise InvalidSample(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("max_samples", "reserve_tokens", "fetch_seconds"):
+            if getattr(self, name) < 0:
+                raise InvalidSample(f"{name} must be 0 or more, not {getattr(self, name)}")

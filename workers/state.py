@@ -51,6 +51,7 @@ class WorkerState:
         if (current, last_good) != (self.current, self.last_good):
             self.current, self.last_good = current, last_good
             self.level_changed.set()
+            self.moved.set()
 
     def give_up(self, reason: str) -> None:
         """The worker cannot go on: hand everything back and end. The first reason counts."""

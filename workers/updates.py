@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from producer.contract.errors import EngineDead, EngineError, WeightLoadError, WeightsError
+from producer.contract.errors import (
+    EngineDead,
+    EngineError,
+    WeightLoadError,
+    WeightsError,
+    WeightsMissing,
+)
 from producer.contract.manifest import Manifest, confined
 from producer.contract.scripts import Argument
 from producer.contract.states import UpdatePolicy, WeightState
@@ -145,6 +151,7 @@ class Updater:
         pause, most = _FETCH_AGAIN
         quiet = _QUIET_FETCHES
         failures = 0
+        missing_until = time.monotonic() + self._state.settings.fetch_seconds
         is_current = publication.version == self._state.current
         if not is_current:
             pause, quiet = most, 1
@@ -153,14 +160,18 @@ class Updater:
                 return await asyncio.to_thread(self._verified, publication.path)
             except WeightsError as error:
                 failures += 1
-                self._state.last_error = f"version {publication.version}: {error}"
-                log.warning("cannot fetch %s (attempt %d)", self._state.last_error, failures)
+                late = isinstance(error, WeightsMissing) and time.monotonic() < missing_until
+                words = f"version {publication.version}: {error}"
+                if words != self._state.last_error:
+                    log.warning("cannot fetch %s; trying again", words)
+                self._state.last_error = words
+                counts = failures >= quiet and not late
                 if (
-                    failures >= quiet
+                    counts
                     and await self._confirm(publication.version, str(error)) == WeightState.BAD
                 ):
                     return None
-                if failures >= quiet and is_current and self._serves_nothing:
+                if counts and is_current and self._serves_nothing:
                     self._unfetched = publication.version
                     return None
             self._state.level_changed.clear()
@@ -192,7 +203,8 @@ class Updater:
         state.load_deadline = started + state.settings.load_seconds + publication.deadline_s
         try:
             await self._admission.close()
-            await self._hold_still(publication)
+            if not await self._hold_still(publication):
+                return
             await state.engine.load(directory, publication.version)
             state.version = publication.version
             await state.engine.resume()
@@ -225,8 +237,11 @@ class Updater:
                 "could prove it; it must start again with the current one"
             )
 
-    async def _hold_still(self, publication: Publication) -> None:
-        """Pause the engine; unless the samples stay in it, see them all handed back."""
+    async def _hold_still(self, publication: Publication) -> bool:
+        """Pause the engine; unless the samples stay in it, see them all handed back.
+
+        False, with the engine running on, if a newer publication came in the meantime.
+        """
         state = self._state
         # Updates that come faster than a first token must not starve a sample.
         await state.until(
@@ -235,10 +250,16 @@ class Updater:
         )
         if publication.policy == UpdatePolicy.KEEP:
             await state.engine.pause("keep")
-            return
+            return True
         if publication.policy == UpdatePolicy.FINISH:
-            await state.until(lambda: not state.in_engine(), publication.deadline_s)
+            newest = state.current
+            await state.until(
+                lambda: not state.in_engine() or state.current != newest, publication.deadline_s
+            )
+            if state.current != newest:
+                return False
         await interrupt(state, self._reporter, "update")
+        return True
 
     async def _confirm(self, version: int, error: str) -> str:
         current, last_good, verdict = await self._state.queue.call(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import re
 import secrets
 import time
@@ -96,7 +97,7 @@ class _Queue:
             )
         self.url = url
         self.keys = QueueKeys(queue)
-        self._limits = dict(limits or {})
+        self._limits = {name: operator.index(value) for name, value in (limits or {}).items()}
         self.config: dict[str, str] = {}
         #: how often Redis was away or connected to; it may have come back with an older state
         self.disruptions = 0

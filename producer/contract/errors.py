@@ -9,6 +9,7 @@
     ├── RedisUnavailable      Redis did not answer within the time allowed
     ├── ResultsTimeout        no group closed within the time asked for
     ├── WeightsError          a publication that is wrong in itself
+    │   ├── WeightsMissing    files that are not to be seen here, or not yet
     │   └── WeightsRejected   no worker could load it; the pool serves the last good version
     └── EngineError           the engine under a worker
         ├── WeightLoadError   a load failed: the engine must not serve
@@ -54,6 +55,10 @@ class ResultsTimeout(RollqError, TimeoutError):
 
 class WeightsError(RollqError):
     """A publication that is wrong in itself."""
+
+
+class WeightsMissing(WeightsError):
+    """Published files are not to be seen here; on a network file system they may come."""
 
 
 class WeightsRejected(WeightsError):

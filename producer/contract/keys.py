@@ -81,6 +81,8 @@ def sample_id(group_id: str, index: int) -> str:
 def split_sample_id(sid: str) -> tuple[str, int | None]:
     """`group/index` to its parts; the index is None for a group's id."""
     group, slash, index = sid.partition("/")
+    if slash and not index.isdecimal():
+        raise InvalidSample(f"{sid!r} is no sample: an id is group/index, with a number behind '/'")
     return group, int(index) if slash else None
 
 

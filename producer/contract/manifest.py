@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from producer.contract.errors import WeightsError
+from producer.contract.errors import WeightsError, WeightsMissing
 
 MANIFEST = "rollq-manifest.json"
 _FORMAT = 1
@@ -47,7 +47,7 @@ class Manifest:
                 raise WeightsError(f"{path} has format {wire['format']}, known is {_FORMAT}")
             files = {str(n): (int(f["bytes"]), str(f["digest"])) for n, f in wire["files"].items()}
         except OSError as error:
-            raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise WeightsMissing(f"{path} cannot be read: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(f"{path} is not a manifest: {error}") from error
         for name in files:
@@ -72,7 +72,7 @@ class Manifest:
                 if file_digest(path) != digest:
                     raise WeightsError(f"{path} does not have the digest of its manifest")
             except OSError as error:
-                raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
+                raise WeightsMissing(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def file_digest(path: Path) -> str:

@@ -69,7 +69,8 @@ def connect(url: str, on_connect: Callable[[], None]) -> redis.Redis:
     options = _options(url, Retry(NoBackoff(), 0))
     options["redis_connect_func"] = connected
     if not _is_sentinel(url):
-        return redis.Redis.from_url(url, **options)
+        direct: redis.Redis = _from_url(redis.Redis.from_url, url, options)
+        return direct
     hosts, service, rest = _sentinel(url)
     sentinel = redis.sentinel.Sentinel(hosts, socket_timeout=CONNECT_TIMEOUT)
     client: redis.Redis = sentinel.master_for(service, **rest, **options)
@@ -80,11 +81,22 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     """Its asyncio twin."""
     options = _options(url, redis.asyncio.retry.Retry(NoBackoff(), 0))
     if not _is_sentinel(url):
-        return redis.asyncio.Redis.from_url(url, **options)
+        direct: redis.asyncio.Redis = _from_url(redis.asyncio.Redis.from_url, url, options)
+        return direct
     hosts, service, rest = _sentinel(url)
     sentinel = redis.asyncio.sentinel.Sentinel(hosts, socket_timeout=CONNECT_TIMEOUT)
     client: redis.asyncio.Redis = sentinel.master_for(service, **rest, **options)
     return client
+
+
+def _from_url(make: Any, url: str, options: dict[str, Any]) -> Any:
+    try:
+        return make(url, **options)
+    except ValueError as error:
+        raise QueueUnusable(
+            f"{redact(url)} is no Redis URL ({error}): redis://host:port, rediss://, unix:///path "
+            f"or {_SENTINEL}://host:port/service"
+        ) from None
 
 
 def redact(url: str) -> str:

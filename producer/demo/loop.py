@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.client import Batch, RolloutClient
+from producer.batch import Batch
+from producer.client import RolloutClient
 from producer.contract.errors import EngineError, ResultsTimeout, RollqError
 from producer.contract.messages import RolloutGroup
 from producer.contract.sampling import SamplingParams

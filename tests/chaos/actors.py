@@ -104,6 +104,7 @@ class Actors:
             "name": actor.name,
             "weights-dir": self._directory / "weights",
             "checkpoint-tokens": 16,
+            "fetch-seconds": 0.5,
             "checkpoint-seconds": 0.5,
             "grace-seconds": 5,
             "stall-seconds": 10,

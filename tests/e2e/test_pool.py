@@ -31,7 +31,7 @@ LEASE_MS = 4000
 CHECKPOINT_TOKENS = 32
 LONG = 900
 PROMPTS = [[1, 5 + i, 20 + i, 7] for i in range(12)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
 
 
 class Pool:
@@ -115,10 +115,10 @@ def test_greedy_samples_interrupted_by_updates_equal_uninterrupted_ones(pool: Po
 
     before = pool.made()
     ids = pool.client.submit(PROMPTS, GREEDY)
-    for share in (0.15, 0.3, 0.5, 0.7):
-        at = before + int(share * len(PROMPTS) * 400)
+    for share in (0.1, 0.3, 0.5):
+        at = before + int(share * len(PROMPTS) * LONG)
         wait_until(lambda at=at: pool.made() >= at, f"{at} tokens were made", 60)
-        pool.publish()
+        pool.client.wait_for_version(pool.publish(), workers=2)
     resumed = pool.collect(ids)
 
     assert sum(r.interruptions for r in resumed) >= len(PROMPTS)
@@ -212,8 +212,8 @@ def test_a_killed_worker_s_samples_go_on_elsewhere_from_their_last_checkpoint(po
 def test_terminated_worker_hands_back_and_leaves(pool: Pool) -> None:
     """The last test here: it ends the pool."""
     params = SamplingParams(temperature=1.0, max_tokens=LONG, ignore_eos=True)
-    ids = pool.client.submit(PROMPTS, params)
-    wait_until(lambda: pool.client.status().leased == len(ids), "all samples are held", 60)
+    ids = pool.client.submit(PROMPTS * 8, params)
+    wait_until(lambda: pool.client.status().leased > 0, "samples are held", 60)
     one = pool.processes["one"]
     one.send_signal(signal.SIGTERM)
     assert one.wait(60) == 0

@@ -133,7 +133,8 @@ class Model:
         if not taken:
             crashed = [s for s in self.ready() if s.crashes == 1][: min(suspects, limit)]
             taken = self._offer(crashed, request, may_start)
-        fresh = [s for s in self.ready() if not s.crashes]
+        alone_taken = bool(taken) and self.samples[taken[0]].crashes > 1
+        fresh = [] if alone_taken else [s for s in self.ready() if not s.crashes]
         taken += self._offer(fresh[: limit - len(taken)], request, may_start)
         if taken:
             self.requests[request] = taken

@@ -86,6 +86,7 @@ class Pool:
         """A started worker; it stores each token at once unless `settings` say otherwise."""
         settings.setdefault("checkpoint_tokens", 1)
         settings.setdefault("weights_dir", self.weights_dir)
+        settings.setdefault("fetch_seconds", 0.5)
         worker = _Worker(WorkerSettings(url=self.url, queue=QUEUE, **settings), engine)
         running = Running(worker, asyncio.create_task(worker.run()))
         self.workers[worker.state.settings.name] = running

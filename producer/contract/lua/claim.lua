@@ -4,7 +4,8 @@
 --   request: random, names this call, and is the nonce of its lease tokens
 --   held: samples the worker holds; suspects: how many it may take that were in one crash;
 --   share: 1 to leave the other workers theirs, of all samples that wait or are held
---   alone: 1 if it may take one that was in several, since it holds no suspect at all
+--   alone: 1 if it may take one that was in several, since it holds no suspect at all;
+--   then it gets nothing else, for a fresh sample may be a poison that nobody knows yet
 --   room: KV cache tokens that are free; reserve: tokens counted for what is still to be made
 -- REPLY: {current, last_good, {headers}, samples that still wait}; a header is {id, lease_token, group, index, attempts,
 --   crashes, interruptions, tokens, job, prompt_ids}
@@ -114,7 +115,9 @@ end
 if A.alone == '1' then
   offer_range('-inf', '(' .. text(-SUSPECT), 1)
 end
-if #ids == 0 and suspects > 0 then
+if #ids > 0 then
+  limit = #ids
+elseif suspects > 0 then
   offer_range(text(-SUSPECT), '(0', math.min(suspects, limit))
 end
 if #ids < limit then
