@@ -99,6 +99,7 @@ class _Queue:
         self.keys = QueueKeys(queue)
         self._limits = {name: operator.index(value) for name, value in (limits or {}).items()}
         self.config: dict[str, str] = {}
+        self.patience = 0.0
         #: how often Redis was away or connected to; it may have come back with an older state
         self.disruptions = 0
 
@@ -139,6 +140,20 @@ class _Queue:
 
     def _unusable(self, error: redis.RedisError) -> QueueUnusable:
         return QueueUnusable(f"Redis at {redact(self.url)} refused: {error}")
+
+    def _pause(self, error: redis.RedisError, started: float, failures: int) -> float:
+        """Seconds to wait after an error that will pass; raises where it will not."""
+        self.disruptions += 1
+        if _missing_queue(error):
+            return 0.0
+        if not passing(error, known=bool(self.config)):
+            raise self._unusable(error) from error
+        waited = time.monotonic() - started
+        if waited > self.patience:
+            raise self._gave_up(error, waited) from error
+        if failures == 1:
+            log.warning("Redis at %s is away: %s; retrying", redact(self.url), error)
+        return float(_BACKOFF.compute(failures))
 
     def _gave_up(self, error: redis.RedisError | OSError, seconds: float) -> RedisUnavailable:
         return RedisUnavailable(
@@ -204,19 +219,10 @@ class Queue(_Queue):
                 return attempt()
             except redis.RedisError as error:
                 missing = _missing_queue(error)
-                if missing:
-                    self.disruptions += 1
-                    continue
-                if not passing(error, known=bool(self.config)):
-                    raise self._unusable(error) from error
-                failures += 1
-                self.disruptions += 1
-                waited = time.monotonic() - started
-                if waited > self.patience:
-                    raise self._gave_up(error, waited) from error
-                if failures == 1:
-                    log.warning("Redis at %s is away: %s; retrying", redact(self.url), error)
-                time.sleep(_BACKOFF.compute(failures))
+                failures += not missing
+                pause = self._pause(error, started, failures)
+            if not missing:
+                time.sleep(pause)
 
     def _run(self, calls: Sequence[Call]) -> list[Any]:
         pipe = self.redis.pipeline(transaction=False)
@@ -277,19 +283,10 @@ class AsyncQueue(_Queue):
                 return await attempt()
             except redis.RedisError as error:
                 missing = _missing_queue(error)
-                if missing:
-                    self.disruptions += 1
-                    continue
-                if not passing(error, known=bool(self.config)):
-                    raise self._unusable(error) from error
-                failures += 1
-                self.disruptions += 1
-                waited = time.monotonic() - started
-                if waited > self.patience:
-                    raise self._gave_up(error, waited) from error
-                if failures == 1:
-                    log.warning("Redis at %s is away: %s; retrying", redact(self.url), error)
-                await asyncio.sleep(_BACKOFF.compute(failures))
+                failures += not missing
+                pause = self._pause(error, started, failures)
+            if not missing:
+                await asyncio.sleep(pause)
 
     async def _run(self, calls: Sequence[Call]) -> list[Any]:
         async with self.redis.pipeline(transaction=False) as pipe:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from producer.contract.errors import InvalidSample
 from producer.contract.sampling import SamplingParams
 
 PauseMode = Literal["abort", "keep"]
@@ -47,6 +48,23 @@ class EngineRequest:
     request_id: str
     prompt_ids: NDArray[np.int32]
     params: SamplingParams
+
+    def check(self, info: EngineInfo) -> None:
+        """Raises InvalidSample: it can never run on such an engine."""
+        ids = self.prompt_ids
+        if len(ids) == 0:
+            raise InvalidSample("the prompt is empty")
+        outside = ids[(ids < 0) | (ids >= info.vocab_size)]
+        if len(outside):
+            raise InvalidSample(
+                f"prompt id {outside[0]} is outside the vocabulary of {info.vocab_size}"
+            )
+        asked = self.params.max_tokens
+        if asked is None or len(ids) + asked > info.max_model_len:
+            raise InvalidSample(
+                f"a prompt of {len(ids)} tokens and max_tokens={asked} do not fit "
+                f"max_model_len={info.max_model_len}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

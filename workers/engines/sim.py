@@ -353,20 +353,7 @@ class SimEngine:
             stream.put(EngineDead(f"the simulated engine is dead: {self._dead}"))
 
     def _check_request(self, request: EngineRequest) -> None:
-        ids, s = request.prompt_ids, self.settings
-        if len(ids) == 0:
-            raise InvalidSample("the prompt is empty")
-        outside = ids[(ids < 0) | (ids >= s.vocab_size)]
-        if len(outside):
-            raise InvalidSample(
-                f"prompt id {outside[0]} is outside the vocabulary of {s.vocab_size}"
-            )
-        asked = request.params.max_tokens
-        if asked is None or len(ids) + asked > s.max_model_len:
-            raise InvalidSample(
-                f"a prompt of {len(ids)} tokens and max_tokens={asked} do not fit "
-                f"max_model_len={s.max_model_len}"
-            )
+        request.check(self.info)
         if request.request_id in self._batch.live:
             raise InvalidSample(f"request id {request.request_id!r} is in use")
 

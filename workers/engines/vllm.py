@@ -276,20 +276,7 @@ class VllmEngine:
 
     def _check_request(self, request: EngineRequest) -> None:
         """What vLLM would not refuse, or not by name."""
-        ids, info = request.prompt_ids, self.info
-        if len(ids) == 0:
-            raise InvalidSample("the prompt is empty")
-        outside = ids[(ids < 0) | (ids >= info.vocab_size)]
-        if len(outside):
-            raise InvalidSample(
-                f"prompt id {outside[0]} is outside the vocabulary of {info.vocab_size}"
-            )
-        asked = request.params.max_tokens
-        if asked is None or len(ids) + asked > info.max_model_len:
-            raise InvalidSample(
-                f"a prompt of {len(ids)} tokens and max_tokens={asked} do not fit "
-                f"max_model_len={info.max_model_len}"
-            )
+        request.check(self.info)
         if self._tokenizer is None and (request.params.stop or request.params.bad_words):
             raise InvalidSample("stop and bad_words need a model with a tokenizer")
 
