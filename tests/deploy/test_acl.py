@@ -149,8 +149,9 @@ def test_a_role_may_do_no_more(server: EmbeddedServer, role: str, command: tuple
 async def test_monitor_and_scaler_can_look(server: EmbeddedServer, pool: Pool) -> None:
     pool.submit(2)
     keys = QueueKeys(QUEUE)
-    await pool.start(StepEngine(lambda r: 1), name="a")
-    await async_wait_until(lambda: pool.client.status().leased == 2, "both are held")
+    engine = StepEngine(lambda r: 1)
+    await pool.start(engine, name="a")
+    await async_wait_until(lambda: len(engine.live) == 2, "the engine has both")
     with redis.Redis.from_url(url_of(server, "scaler")) as scaler:
         assert (scaler.zcard(keys["ready"]), scaler.zcard(keys["leases"])) == (0, 2)
     with redis.Redis.from_url(url_of(server, "monitor")) as monitor:
@@ -158,5 +159,5 @@ async def test_monitor_and_scaler_can_look(server: EmbeddedServer, pool: Pool) -
         assert monitor.hmget(keys.sample("g0/0"), "state", "worker") == [b"leased", b"a"]
         assert monitor.zrange(keys["workers"], 0, -1) == [b"a"]
         assert monitor.xinfo_groups(keys["results"])[0]["name"] == b"trainer"
-    pool.workers["a"].state.engine.allow(7)
+    engine.allow(7)
     await pool.groups(2)

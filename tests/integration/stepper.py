@@ -97,10 +97,15 @@ class StepEngine:
 
         Without `ended` the last token does not end the request, as when an abort comes between.
         """
-        for live in list(self.live.values()):
-            if sample in (None, sample_of(live.request.request_id)):
-                live.allowed += tokens
-                self._step(live, ended)
+        chosen = [
+            live
+            for live in self.live.values()
+            if sample in (None, sample_of(live.request.request_id))
+        ]
+        assert chosen, f"{sample or 'nothing'} is not in the engine yet: wait for its admission"
+        for live in chosen:
+            live.allowed += tokens
+            self._step(live, ended)
 
     def end(self, sample: str, reason: str = "stop") -> None:
         """End a sample as its EOS would."""
