@@ -59,6 +59,7 @@ async def test_a_sample_cut_when_all_is_made_is_complete(pool: Pool) -> None:
     # The last token comes in the tick of the abort, without an end of its own.
     engine.at_pause = lambda: engine.allow(1, ended=False)
     await pool.update(worker)
+    engine.at_pause = lambda: None
     rollout = await pool.one()
 
     assert len(engine.requests) == 1
