@@ -38,7 +38,8 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/mypy
 
 bench: $(READY) ## what the queue costs, as ratios within one run
-	$(BIN)/python -m tests.bench.queue $(ARGS)
+	$(BIN)/rollq bench queue $(ARGS)
+	$(BIN)/rollq bench interrupt
 
 chaos: $(READY) ## harm a pool for minutes and audit it; ARGS="--samples 100000 --seed 7"
 	$(BIN)/python -m tests.chaos.run $(ARGS)

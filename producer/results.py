@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,9 @@ def sample_commands(keys: QueueKeys, sid: str) -> list[Command]:
 
 def build_group(entry: str, group_id: str, replies: Sequence[Any]) -> RolloutGroup:
     """A group out of the replies to `group_commands`. Raises InvalidPayload."""
-    group: Fields = replies[0]
+    asked = _read_asked(group_id, replies[0])
     rollouts = tuple(
-        build_rollout(f"{group_id}/{i}", group, fields, chunks)
+        _rollout(f"{group_id}/{i}", asked, fields, chunks)
         for i, (fields, chunks) in enumerate(zip(replies[1::2], replies[2::2], strict=True))
     )
     return RolloutGroup(
@@ -61,20 +62,46 @@ def build_group(entry: str, group_id: str, replies: Sequence[Any]) -> RolloutGro
     )
 
 
-def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes]) -> Rollout:
-    """A rollout, finished or in the making. Raises InvalidPayload."""
-    get = {k.decode(): v for k, v in fields.items()}.get
-    error = _text(get("error"))
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the members of a group have in common; `error` if it could not be read."""
+
+    params: SamplingParams
+    metadata: Any
+    prompt_ids: NDArray[np.int32]
+    error: str = ""
+
+
+def _read_asked(group_id: str, group: Fields) -> _Asked:
+    """Out of the hash of a group, or of a dead-lettered sample."""
     try:
-        _, params, metadata = read_job(group.get(b"job", b""), sid)
-        chunks = [Chunk.from_wire(data, sid) for data in raw]
-        prompt_ids = unpack_ids(group.get(b"prompt_ids", b""), f"prompt of {sid}")
+        _, params, metadata = read_job(group.get(b"job", b""), group_id)
+        ids = unpack_ids(group.get(b"prompt_ids", b""), f"prompt of {group_id}")
     except (InvalidPayload, InvalidSample) as reason:
-        # One unreadable member must not take its trainer down, nor be taken for a result.
-        params, metadata, chunks, prompt_ids = SamplingParams(), None, [], _NO_IDS
+        return _Asked(SamplingParams(), None, _NO_IDS, str(reason))
+    return _Asked(params, metadata, ids)
+
+
+def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes]) -> Rollout:
+    """A rollout, finished or in the making.
+
+    One that cannot be read is an error, neither the end of its trainer nor taken for a result.
+    """
+    return _rollout(sid, _read_asked(sid, group), fields, raw)
+
+
+def _rollout(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes]) -> Rollout:
+    unreadable = asked.error
+    chunks: list[Chunk] = []
+    if not unreadable:
+        try:
+            chunks = [Chunk.from_wire(data, sid) for data in raw]
+        except (InvalidPayload, InvalidSample) as reason:
+            unreadable = str(reason)
+    if unreadable:
         fields = {**fields, b"state": b"failed", b"finish_reason": b"error"}
-        get = {k.decode(): v for k, v in fields.items()}.get
-        error = str(reason)
+    get = {k.decode(): v for k, v in fields.items()}.get
+    params = asked.params
     counts = [len(c.token_ids) for c in chunks]
     response_ids = np.concatenate([c.token_ids for c in chunks]) if chunks else _NO_IDS
     return Rollout(
@@ -84,9 +111,9 @@ def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes])
         state=State(_text(get("state"))),
         finish_reason=_text(get("finish_reason")),
         stop_reason=_stop_reason(get("stop_reason")),
-        error=error,
+        error=unreadable or _text(get("error")),
         text=_text(get("text")),
-        prompt_ids=prompt_ids,
+        prompt_ids=asked.prompt_ids,
         response_ids=response_ids,
         response_mask=np.ones(len(response_ids), np.int32),
         response_logprobs=(
@@ -105,7 +132,7 @@ def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes])
         enqueued_at=_seconds(get("enqueued_at")),
         started_at=_seconds(get("started_at")),
         finished_at=_seconds(get("finished_at")),
-        metadata=metadata,
+        metadata=asked.metadata,
     )
 
 

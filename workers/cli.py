@@ -32,7 +32,7 @@ from workers.settings import WorkerSettings, default_name
     envvar="ROLLQ_WEIGHTS_DIR",
     help="Where published weights are; the directory that the trainer writes to.",
 )
-@click.option("--engine", type=click.Choice(["vllm", "sim"]), default="vllm")
+@click.option("--engine", type=click.Choice(["vllm", "sim", "null"]), default="vllm")
 @click.option("--sim", default="", help="Settings of the simulated engine: name=value,...")
 @click.option("--checkpoint-tokens", default=64, help="A killed worker costs at most so many.")
 @click.option("--checkpoint-seconds", default=5.0)
@@ -95,7 +95,7 @@ def worker(
         load_seconds=load_seconds,
         fetch_seconds=fetch_seconds,
     )
-    make = _sim if engine == "sim" else _vllm
+    make = {"vllm": _vllm, "sim": _sim, "null": _null}[engine]
     sys.exit(asyncio.run(_run(settings, make(model, sim, settings, context.args))))
 
 
@@ -115,6 +115,14 @@ def _sim(model: str | None, sim: str, settings: WorkerSettings, rest: list[str])
         return SimEngine(SimSettings.parse(text))
     except ValueError as error:
         raise click.UsageError(f"--sim: {error}") from None
+
+
+def _null(model: str | None, sim: str, settings: WorkerSettings, rest: list[str]) -> Engine:
+    from workers.engines.null import NullEngine
+
+    if sim or rest:
+        raise click.UsageError(f"{' '.join([sim, *rest])}: the null engine takes no settings")
+    return NullEngine()
 
 
 def _vllm(model: str | None, sim: str, settings: WorkerSettings, rest: list[str]) -> Engine:

@@ -1,6 +1,7 @@
 """Reporting: checkpoints and ends of all samples, in one round trip a flush.
 
-A sample's end is only sent behind its tokens, and counts only when all are stored; what Redis
+A sample's end is only sent behind its tokens or with the last of them, and counts only when all
+are stored; what Redis
 answers to be missing is sent again. While Redis is away, flushes wait and generation goes on.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 from producer.contract.connection import Call, split
 from producer.contract.scripts import Argument
-from workers.held import Held
+from workers.held import Held, Piece
 from workers.state import WorkerState
 
 #: seconds that a flush waits for company
@@ -80,17 +81,11 @@ class Reporter:
         owners = []
         for held in due:
             held.seal()
-            for piece in held.unstored():
-                items.append(
-                    (
-                        held.id,
-                        held.claim.lease_token,
-                        piece.offset,
-                        len(piece.chunk.token_ids),
-                        piece.chunk.version,
-                        piece.data,
-                    )
-                )
+            pieces = held.unstored()
+            if held.outcome is not None and held.outcome.kind == "finish":
+                pieces = pieces[:-1]  # the last one goes with the end
+            for piece in pieces:
+                items.append((held.id, held.claim.lease_token, *_stored(piece)))
                 owners.append(held)
         return self._calls("checkpoint", {}, items, owners)
 
@@ -116,7 +111,9 @@ class Reporter:
         assert end is not None
         key = (held.id, held.claim.lease_token)
         if end.kind == "finish":
-            return (*key, held.made, end.reason, end.stop_reason, end.text)
+            last = held.unstored()[-1:]
+            tail = _stored(last[0]) if last else (held.made, 0, 0, b"")
+            return (*key, held.made, end.reason, end.stop_reason, end.text, *tail)
         if end.kind == "release":
             return (*key, held.made)
         return (*key, end.reason)
@@ -147,3 +144,8 @@ class Reporter:
                 self._state.drop(held)
             elif held.stored < held.made and held.outcome is not None:
                 self._wake.set()
+
+
+def _stored(piece: Piece) -> Sequence[Argument]:
+    """Offset, count, version and chunk, as `checkpoint` and `finish` take them."""
+    return piece.offset, len(piece.chunk.token_ids), piece.chunk.version, piece.data

@@ -26,8 +26,8 @@ from producer.contract.sampling import SamplingParams
 from producer.demo import laps
 from producer.demo.audit import Audit, spans_versions
 from producer.demo.display import Display, Figures, Rate
-from producer.demo.processes import WorkerProcesses
 from producer.demo.trainers import Trainer
+from producer.processes import WorkerProcesses
 
 #: Without a batch for so long something is wrong that nobody reported.
 _PATIENCE_SECONDS = 300.0

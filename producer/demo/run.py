@@ -23,9 +23,9 @@ from producer.demo.chart import save_picture
 from producer.demo.display import Display, how_to_look
 from producer.demo.loop import DemoConfig, Loop
 from producer.demo.model import MAX_MODEL_LEN
-from producer.demo.processes import WorkerProcesses
 from producer.demo.report import Report, audit_fields
 from producer.demo.trainers import PolicyTrainer, PretendTrainer, Trainer
+from producer.processes import WorkerProcesses
 from producer.server import redis_at
 
 #: A simulated worker: lengths like the task's, 60 tokens a second a sample.

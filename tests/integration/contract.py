@@ -100,8 +100,20 @@ def release(c: Claim, tokens: int, reason: str = "update", worker: str = "w") ->
     return "release", {"worker": worker, "reason": reason}, [(c.id, c.lease_token, tokens)]
 
 
-def finish(c: Claim, tokens: int, reason: str = "length", worker: str = "w") -> Call:
-    return "finish", {"worker": worker}, [(c.id, c.lease_token, tokens, reason, "", "")]
+def finish(
+    c: Claim,
+    tokens: int,
+    reason: str = "length",
+    worker: str = "w",
+    tail: tuple[int, int, int] = (0, 0, 0),
+) -> Call:
+    """`tail`: offset, count and version of the last tokens, if they come along."""
+    data = checkpoint(c, *tail, worker)[2][0][-1] if tail[1] else b""
+    return (
+        "finish",
+        {"worker": worker},
+        [(c.id, c.lease_token, tokens, reason, "", "", *tail, data)],
+    )
 
 
 def fail(c: Claim, kind: str = "error", error: str = "too long", worker: str = "w") -> Call:

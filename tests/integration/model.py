@@ -197,11 +197,16 @@ class Model:
             return len(s.versions)
         return len(s.versions) if s.state == "ready" and s.token == token else LOST
 
-    def finish(self, sid: str, token: str, tokens: int) -> int:
+    def finish(
+        self, sid: str, token: str, tokens: int, tail: tuple[int, int, int] = (0, 0, 0)
+    ) -> int:
         s = self.samples[sid]
         if not s.held_by(token):
             here = s.group not in self.done and s.state in ("finished", "stale")
             return tokens if here and s.token == token else LOST
+        offset, count, version = tail
+        if count and offset == len(s.versions):
+            s.versions += [version] * count
         stored = len(s.versions)
         if stored < tokens:
             return stored

@@ -281,5 +281,5 @@ async def test_an_unreadable_result_is_an_error_and_not_the_trainers_end(
     assert [str(r.state) for r in groups["g0"].rollouts] == ["finished", "failed"]
     assert "chunk of g0/1 is not a rollq payload" in groups["g0"].rollouts[1].error
     assert [str(r.state) for r in groups["g1"].rollouts] == ["failed", "failed"]
-    assert "prompt of g1/0 has 3 bytes" in groups["g1"].rollouts[0].error
+    assert "prompt of g1 has 3 bytes" in groups["g1"].rollouts[0].error
     assert proved_group(groups["g2"]).trainable

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from producer import processes
 from producer.contract.errors import EngineError
-from producer.demo import processes
-from producer.demo.processes import WorkerProcesses, log_tail
+from producer.processes import WorkerProcesses, log_tail
 from tests.waiting import wait_until
 
 StartDemo = Callable[..., subprocess.Popen[str]]

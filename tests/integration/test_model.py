@@ -194,7 +194,13 @@ class Interleaving(RuleBasedStateMachine):
         self.end("release", contract.release)
 
     def finish(self) -> None:
-        self.end("finish", contract.finish)
+        if self.claims:
+            c, version = self.one_claim()
+            offset = self.stored(c) + self.random.choice([0, 0, 0, -1, 1])
+            tail = (max(0, offset), self.random.randint(0, 3), version)
+            tokens = self.stored(c) + tail[1] + self.now_and_then()
+            got = self.send(contract.finish(c, tokens, tail=tail))
+            assert got == self.expect("finish", c, tokens, tail)
 
     def end(self, script: str, call: Callable[[Claim, int], Call]) -> None:
         if self.claims:

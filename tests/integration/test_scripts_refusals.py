@@ -80,11 +80,16 @@ def bad_items(c: Claim, entry: str) -> Iterator[tuple[Call, str]]:
     for n in BAD_NUMBERS:
         words = f"tokens must be a whole number, not {n}"
         yield ("release", {**W, "reason": "drain"}, [(*k, 3), (*k, n)]), words
-        yield ("finish", W, [(*k, 3, "stop", "", ""), (*k, n, "stop", "", "")]), words
+        ended = (*k, 3, "stop", "", "", 0, 0, 0, b"")
+        yield ("finish", W, [ended, (*k, n, "stop", "", "", 0, 0, 0, b"")]), words
         yield ("prompt", {}, [(*k, 1, b"1234"), (*k, n, b"1234")]), words
     yield (
-        ("finish", W, [(*k, 3, "stop", "", ""), (*k, 3, "bored", "", "")]),
+        ("finish", W, [ended, (*k, 3, "bored", "", "", 0, 0, 0, b"")]),
         "a sample finishes with stop or length, not bored",
+    )
+    yield (
+        ("finish", W, [ended, (*k, 9, "stop", "", "", 5, 1, 0, b"x" * 4194305)]),
+        "a chunk has at most 4 MiB, this one 4194305",
     )
     for tokens, ids in ((0, b""), (-1, b""), (1, b"123"), (2, b"1234")):
         words = f"a prompt of {tokens} tokens has 4 bytes for each, not {len(ids)}"

@@ -7,32 +7,18 @@
 local lease_ms = config('lease_ms')[1]
 for i = 1, ITEMS do
   local _, _, offset, n, version, chunk = item(i)
-  if whole(offset, 'offset') < 0 or whole(n, 'count') < 1 or whole(version, 'version') < 0 then
-    error('ROLLQ a chunk needs offset >= 0, count >= 1 and version >= 0', 0)
-  end
-  if #chunk > 4194304 then
-    error('ROLLQ a chunk has at most 4 MiB, this one ' .. #chunk, 0)
-  end
+  check_chunk(offset, n, version, chunk)
 end
 local at = now()
 local added = 0
 local answers = {}
 for i = 1, ITEMS do
   local id, token, offset, n, version, chunk = item(i)
-  offset, n = tonumber(offset), tonumber(n)
   local s = sample(id)
   if not holds(s, token) then
     answers[i] = -1
   else
-    if offset == s.tokens then
-      call('RPUSH', K.chunks .. id, chunk)
-      s.tokens = s.tokens + n
-      added = added + n
-      call('HSET', K.sample .. id, 'tokens', s.tokens, 'version_last', version)
-      if offset == 0 then
-        call('HSET', K.sample .. id, 'version_first', version)
-      end
-    end
+    added = added + append(s, offset, n, version, chunk)
     renew(id, at, lease_ms)
     answers[i] = s.tokens
   end

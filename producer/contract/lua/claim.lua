@@ -26,13 +26,8 @@ local function header(s, g)
     s.interruptions, s.tokens, g.job, g.prompt_ids}
 end
 
-local GROUP = {'started', 'restart', 'max_tokens', 'prompt_tokens', 'job', 'prompt_ids'}
 local function group_of(s)
-  local g = {}
-  for i, value in ipairs(call('HMGET', K.group .. s.group, unpack(GROUP))) do
-    g[GROUP[i]] = value
-  end
-  return g
+  return group(s.group, 'started', 'restart', 'max_tokens', 'prompt_tokens', 'job', 'prompt_ids')
 end
 
 local before = call('GET', K.request .. A.request)
@@ -65,10 +60,10 @@ local function lease(s, g)
   call('ZREM', K.ready, s.id)
   call('ZADD', K.leases, at + c[1], s.id)
   call('HSET', K.sample .. s.id, 'state', 'leased', 'lease_token', s.lease_token, 'worker', A.worker,
-    'attempts', s.attempts)
-  call('HSETNX', K.sample .. s.id, 'started_at', text(at))
+    'attempts', s.attempts, unpack(s.attempts == 1 and {'started_at', text(at)} or {}))
   if g.started ~= '1' then
     call('HSET', K.group .. s.group, 'started', 1)
+    g.started = '1'
   end
   if s.tokens > 0 then
     local again = g.prompt_tokens + s.tokens

@@ -26,6 +26,7 @@ for i = 1, ITEMS do
   end
 end
 
+local dead = call('ZCARD', K.dead)
 local function create(group, size, fields)
   local at = text(now())
   local seq = call('HINCRBY', K.stats, 'samples_enqueued', size) - size
@@ -34,7 +35,7 @@ local function create(group, size, fields)
   for index = 0, size - 1 do
     local id = group .. '/' .. index
     seq = seq + 1
-    if call('ZREM', K.dead, id) == 1 then
+    if dead > 0 and call('ZREM', K.dead, id) == 1 then
       call('UNLINK', K.sample .. id, K.chunks .. id)
     end
     call('HSET', K.sample .. id, 'state', 'ready', 'group', group, 'index', index, 'seq', text(seq),

@@ -1,23 +1,31 @@
--- finish: a sample is complete; its tokens are already checkpointed.
+-- finish: a sample is complete; its last tokens may come along.
 -- KEYS: ready leases sample chunks group results dead weights stats
--- ARGV: worker | id token tokens finish_reason stop_reason text
+-- ARGV: worker | id token tokens finish_reason stop_reason text offset count version chunk
+--   count: of the tokens in `chunk`, 0 if all are checkpointed
 -- REPLY: {current, last_good, {tokens stored an item, or -1: the lease is lost}}
 --   fewer than `tokens`: not finished; send the missing ones and finish again
 --   -1 also where its first token is too old and the sample starts again
 -- INVARIANT: one terminal state a sample, given by the holder of its lease only.
 for i = 1, ITEMS do
-  local _, _, tokens, reason = item(i)
+  local _, _, tokens, reason, _, _, offset, n, version, chunk = item(i)
   whole(tokens, 'tokens')
+  if n ~= '0' then
+    check_chunk(offset, n, version, chunk)
+  end
   if reason ~= 'stop' and reason ~= 'length' then
     error('ROLLQ a sample finishes with stop or length, not ' .. reason, 0)
   end
 end
 local current, good = level()
+local added = 0
 local answers = {}
 for i = 1, ITEMS do
-  local id, token, tokens, reason, stop_reason, response = item(i)
+  local id, token, tokens, reason, stop_reason, response, offset, n, version, chunk = item(i)
   local s = sample(id)
   if holds(s, token) then
+    if n ~= '0' then
+      added = added + append(s, offset, n, version, chunk)
+    end
     answers[i] = s.tokens
     if s.tokens >= tonumber(tokens) then
       local verdict = judge_staleness(s, current, true)
@@ -26,8 +34,7 @@ for i = 1, ITEMS do
         make_ready(s)
         answers[i] = -1
       elseif verdict == 'fresh' then
-        call('HSET', K.sample .. id, 'stop_reason', stop_reason, 'text', response)
-        terminate(s, 'finished', reason, '', true)
+        terminate(s, 'finished', reason, '', true, 'stop_reason', stop_reason, 'text', response)
       end
     end
   elseif repeated(s, token, 'finished') or repeated(s, token, 'stale') then
@@ -36,4 +43,5 @@ for i = 1, ITEMS do
     answers[i] = -1
   end
 end
+count('tokens', added)
 return {current, good, answers}

@@ -73,6 +73,21 @@ local function sample(id)
   return s
 end
 
+-- Fields of a group's hash, each read once a call.
+local groups = {}
+local function group(id, ...)
+  local g = groups[id]
+  if not g then
+    local names = {'size', 'max_staleness', 'staleness_policy', ...}
+    g = {}
+    for i, value in ipairs(call('HMGET', K.group .. id, unpack(names))) do
+      g[names[i]] = value
+    end
+    groups[id] = g
+  end
+  return g
+end
+
 local function holds(s, token)
   return s and s.state == 'leased' and s.lease_token == token
 end
@@ -86,6 +101,31 @@ local function renew(id, at, lease_ms)
   call('ZADD', K.leases, 'XX', at + lease_ms, id)
 end
 
+local function check_chunk(offset, n, version, chunk)
+  if whole(offset, 'offset') < 0 or whole(n, 'count') < 1 or whole(version, 'version') < 0 then
+    error('ROLLQ a chunk needs offset >= 0, count >= 1 and version >= 0', 0)
+  end
+  if #chunk > 4194304 then
+    error('ROLLQ a chunk has at most 4 MiB, this one ' .. #chunk, 0)
+  end
+end
+
+-- Tokens are stored once, and in order: a chunk that comes again, or too early, is not.
+local function append(s, offset, n, version, chunk)
+  if tonumber(offset) ~= s.tokens then
+    return 0
+  end
+  call('RPUSH', K.chunks .. s.id, chunk)
+  if s.tokens == 0 then
+    s.version_first = tonumber(version)
+    call('HSET', K.sample .. s.id, 'tokens', n, 'version_last', version, 'version_first', version)
+  else
+    call('HSET', K.sample .. s.id, 'tokens', text(s.tokens + n), 'version_last', version)
+  end
+  s.tokens = s.tokens + n
+  return tonumber(n)
+end
+
 local function make_ready(s)
   local score = s.seq - s.crashes * SUSPECT
   call('ZREM', K.leases, s.id)
@@ -93,27 +133,30 @@ local function make_ready(s)
   call('HSET', K.sample .. s.id, 'state', 'ready')
 end
 
-local function close(group, size)
+local function close(group_id, size)
   local states = {}
   for from = 0, size - 1, 1000 do
     local indices = {}
     for i = from, math.min(from + 999, size - 1) do
       indices[#indices + 1] = i
     end
-    for _, state in ipairs(call('HMGET', K.group .. group, unpack(indices))) do
+    for _, state in ipairs(call('HMGET', K.group .. group_id, unpack(indices))) do
       states[#states + 1] = state
     end
   end
-  call('XADD', K.results, '*', 'group', group, 'size', size, 'states', table.concat(states, ','))
+  call('XADD', K.results, '*', 'group', group_id, 'size', size, 'states', table.concat(states, ','))
   count('groups_closed', 1)
 end
 
--- The only way into a terminal state. `keep_token` lets the holder repeat its call.
-local function terminate(s, state, reason, err, keep_token)
-  call('ZREM', K.ready, s.id)
+-- The only way into a terminal state. `keep_token` lets the holder repeat its call; the rest are
+-- more fields of the sample's hash.
+local function terminate(s, state, reason, err, keep_token, ...)
+  if s.state ~= 'leased' then
+    call('ZREM', K.ready, s.id)
+  end
   call('ZREM', K.leases, s.id)
   call('HSET', K.sample .. s.id, 'state', state, 'finish_reason', reason, 'error', err,
-    'finished_at', text(now()))
+    'finished_at', text(now()), ...)
   if not keep_token then
     call('HDEL', K.sample .. s.id, 'lease_token')
   end
@@ -123,7 +166,7 @@ local function terminate(s, state, reason, err, keep_token)
   end
   call('HSET', K.group .. s.group, s.index, state)
   local ended = call('HINCRBY', K.group .. s.group, 'ended', 1)
-  local size = tonumber(call('HGET', K.group .. s.group, 'size'))
+  local size = tonumber(group(s.group).size)
   if ended == size then
     close(s.group, size)
   end
@@ -140,14 +183,14 @@ end
 
 -- 'fresh', or what its policy made of a sample whose first token is too old: 'restarted', 'stale'
 local function judge_staleness(s, current, keep_token)
-  local g = call('HMGET', K.group .. s.group, 'max_staleness', 'staleness_policy')
-  local limit = tonumber(g[1])
-  if g[2] == 'allow' or not limit or s.version_first < 0
+  local g = group(s.group)
+  local limit = tonumber(g.max_staleness)
+  if g.staleness_policy == 'allow' or not limit or s.version_first < 0
       or current - s.version_first <= limit then
     return 'fresh'
   end
   local bucket = math.max(0, math.ceil(math.log(math.max(1, s.tokens)) / math.log(2)))
-  if g[2] == 'restart' and s.restarts < 2 then
+  if g.staleness_policy == 'restart' and s.restarts < 2 then
     count('restarted_le_' .. text(2 ^ bucket), 1)
     reset(s)
     s.restarts = call('HINCRBY', K.sample .. s.id, 'restarts', 1)

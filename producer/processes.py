@@ -1,8 +1,8 @@
-"""The demo's worker processes: started as a user would start them, and none left behind.
+"""Worker processes of the demo and the benches: started as a user would, and none left behind.
 
-Each is `rollq worker ...` in a process group of its own, so that Ctrl-C reaches the demo alone,
+Each is `rollq worker ...` in a process group of its own, so that Ctrl-C reaches the parent alone,
 which then ends them in good order: SIGTERM, time to hand back what they hold, SIGKILL for the whole
-process group. If the demo itself is killed, the kernel sends them SIGTERM (on Linux).
+process group. If the parent is killed, the kernel sends them SIGTERM (on Linux).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRACE_SECONDS = 15.0
 _LOG_TAIL_BYTES = 64 * 1024
 
 #: Runs between fork and worker: asks the kernel for a SIGTERM at the parent's death, and ends
-#: if the parent died before that. Gives way to the trainer, for which all workers wait in turn.
+#: if the parent died before that.
 _SHIM = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -34,8 +34,8 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the parent is gone")
-os.nice(10)
-os.execv(sys.argv[2], sys.argv[2:])
+os.nice(int(sys.argv[2]))
+os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -53,8 +53,10 @@ class WorkerProcesses:
     process for the end of its parent.
     """
 
-    def __init__(self, log_directory: Path) -> None:
+    def __init__(self, log_directory: Path, *, nice: int = 10) -> None:
+        """`nice`: they give way to the trainer, for which all workers wait in turn."""
         self._log_directory = log_directory
+        self._nice = str(nice)
         self._workers: list[_Worker] = []
         self._reported: set[str] = set()
 
@@ -65,7 +67,7 @@ class WorkerProcesses:
         rollq = [sys.executable, "-m", "producer.cli", "worker", *arguments]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *rollq],
+                [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), self._nice, *rollq],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,67 @@
+"""`rollq bench`: for sizing a pool, and for seeing what a change of the code costs.
+
+Machines differ and are noisy: every figure that is worth comparing is a ratio of two things
+measured in turn within one run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import click
+
+#: name -> (figure's format, what it is)
+Figures = Mapping[str, float]
+
+
+@click.group()
+def bench() -> None:
+    """Measure what the pool itself costs on this machine."""
+
+
+_redis = click.option(
+    "--redis", "url", envvar="ROLLQ_REDIS_URL", help="URL; an embedded server by default."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+
+
+@bench.command()
+@_redis
+@click.option("--samples", default=8192, show_default=True, type=click.IntRange(512))
+@click.option("--tokens", default=1000, show_default=True, type=click.IntRange(1, 100_000))
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
+@_json
+def queue(url: str | None, samples: int, tokens: int, rounds: int, as_json: bool) -> None:
+    """Samples from submit to ack through a worker without an engine.
+
+    Against the same bytes in a plain pipelined queue (the floor), and against RQ.
+    """
+    from producer.bench.queue import measure
+    from producer.server import redis_at
+
+    with redis_at(url) as at:
+        _show(measure(at, samples, tokens, rounds), as_json)
+
+
+@bench.command()
+@_redis
+@click.option("--samples", default=512, show_default=True, type=click.IntRange(1))
+@click.option("--tokens", default=1000, show_default=True, type=click.IntRange(1, 100_000))
+@_json
+def interrupt(url: str | None, samples: int, tokens: int, as_json: bool) -> None:
+    """All samples in flight handed back and claimed again, as at a weight update."""
+    from producer.bench.interrupt import measure
+    from producer.server import redis_at
+
+    with redis_at(url) as at:
+        _show(measure(at, samples, tokens), as_json)
+
+
+def _show(figures: Figures, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(figures))
+        return
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        click.echo(f"{name:{width}}  {value:14,.2f}")

@@ -1,0 +1,105 @@
+"""`rollq bench queue`: the way of a sample without an engine.
+
+A trainer in this process keeps groups of 8 on the queue and acks what comes back; a worker in
+another runs the product's own code with an engine that answers at once. In turn with it, on the
+same server and with the same bytes: a plain pipelined queue (the floor), and RQ.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from producer.bench.peers import floor, rq_simple_worker
+from producer.client import RolloutClient
+from producer.contract.sampling import SamplingParams
+from producer.processes import WorkerProcesses
+
+_GROUP = 8
+#: groups on the queue at once, and taken at once
+_OUTSTANDING, _TAKEN = 128, 32
+_SERVE_SECONDS = 60.0
+_SENT = ("evalsha", "hgetall", "lrange", "xreadgroup", "xpending")
+
+
+def measure(url: str, samples: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Medians over `rounds`; rates in samples a second."""
+    queue = f"bench-{secrets.token_hex(3)}"
+    ours, floors, costs = [], [], []
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        RolloutClient(url, queue) as client,
+        redis.Redis.from_url(url) as server,
+        WorkerProcesses(Path(logs), nice=0) as workers,
+    ):
+        workers.start(
+            "null", ["--engine", "null", "--redis", url, "--queue", queue], {"ROLLQ_NAME": "null"}
+        )
+        client.wait_for_version(0, timeout=_SERVE_SECONDS)
+        _pass_through(client, 512, tokens)  # what is loaded once is loaded now
+        for _ in range(rounds):
+            before = _server(server)
+            rate = _rate(samples, lambda: _pass_through(client, samples, tokens))
+            after = _server(server)
+            ours.append(rate)
+            costs.append({name: (after[name] - before[name]) / samples for name in after})
+            floors.append(_rate(samples, lambda: floor(server, queue, samples, tokens)))
+        few = min(256, samples)
+        rq = _rate(few, lambda: rq_simple_worker(server, few, tokens))
+    cost = {name: statistics.median(c[name] for c in costs) for name in costs[0]}
+    rate, limit = statistics.median(ours), statistics.median(floors)
+    return {
+        "samples_per_second": rate,
+        "floor_samples_per_second": limit,
+        "rq_samples_per_second": rq,
+        "share_of_floor": statistics.median(a / b for a, b in zip(ours, floors, strict=True)),
+        "times_rq": rate / rq,
+        "redis_cpu_us_per_sample": cost["cpu"] * 1e6,
+        "commands_per_sample": cost["commands"],
+        "bytes_per_token": cost["bytes"] / tokens,
+        "slow_commands": cost["slow"] * samples,
+    }
+
+
+def _pass_through(client: RolloutClient, samples: int, tokens: int) -> None:
+    params = SamplingParams(n=_GROUP, max_tokens=tokens)
+    groups = samples // _GROUP
+    submitted = taken = 0
+    while taken < groups:
+        more = min(_OUTSTANDING - (submitted - taken), groups - submitted)
+        if more:
+            client.submit([[1, 2, 3]] * more, params)
+            submitted += more
+        batch = client.batch(min(_TAKEN, groups - taken), timeout=60)
+        for group in batch:
+            if any(len(r.response_ids) != tokens for r in group.rollouts):
+                raise AssertionError(f"{group.id} is not what was asked for: {group.rollouts[0]}")
+        taken += len(batch)
+        batch.ack()
+
+
+def _rate(samples: int, work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return samples / (time.perf_counter() - started)
+
+
+def _server(server: redis.Redis) -> dict[str, float]:
+    """What the server has done so far."""
+    cpu, stats = server.info("cpu"), server.info("stats")
+    commands = server.info("commandstats")
+    # Of those that no script calls, so each was sent by a client.
+    sent = sum(int(commands.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in _SENT)
+    return {
+        "cpu": float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
+        "commands": float(sent),
+        "bytes": float(stats["total_net_input_bytes"]),
+        "slow": float(sum(1 for e in server.slowlog_get(128) if e["duration"] >= 10_000)),
+    }
