@@ -29,7 +29,9 @@ from producer.contract.errors import (
 )
 from producer.contract.keys import check_group_id, split_sample_id
 from producer.contract.messages import Job, Rollout, RolloutGroup
+from producer.contract.namesakes import Namesakes
 from producer.contract.sampling import SamplingParams
+from producer.contract.scripts import Argument
 from producer.contract.states import StalenessPolicy, UpdatePolicy, WeightState
 from producer.inbox import Entry, Inbox
 from producer.outbox import Outbox
@@ -88,6 +90,7 @@ class RolloutClient:
         self._published: dict[str, Any] = {}  # the last publication, to be made again if lost
         self._newest = 0  # the highest version this client knows of
         self._disruptions = 0
+        self._namesakes = Namesakes(f"consumer {consumer!r}; give each trainer its rank")
         self._queue.open()
 
     def __enter__(self) -> Self:
@@ -202,14 +205,20 @@ class RolloutClient:
         block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
         taken: list[Entry] = []
         say_at = time.monotonic() + _SAY_SECONDS
-        while len(taken) < groups:
+        while True:
+            if len(taken) >= groups:
+                found = self._inbox.fetch(taken)
+                if len(found) == len(taken):
+                    return Batch(found, self.ack)
+                # The rest was taken before a Redis that came back older showed it again.
+                taken = [e for e in taken if e[1] in self._inbox]
             self._tend()
             drained = not self._inbox.behind and not follow and self._drained()
             more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
             taken += more
             if drained and not more and not self._inbox.behind and not self._outbox.offer_again():
                 self._say_if_others_hold()
-                break
+                return Batch(self._inbox.fetch(taken), self.ack)
             if time.monotonic() >= say_at:
                 log.warning("waiting for %d groups: %s", groups, self._waiting_for())
                 say_at = time.monotonic() + _SAY_SECONDS
@@ -219,13 +228,34 @@ class RolloutClient:
                     f"{len(taken)} of {groups} groups closed within {timeout:.0f} s; "
                     f"{self._waiting_for()}"
                 )
-        return Batch(self._inbox.fetch(taken), self.ack)
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete delivered groups; returns how many were still this consumer's to take."""
         acked = self._inbox.ack(groups)
         self._outbox.taken(g.id for g in groups)
         return acked
+
+    def adopt(self, consumer: str, *, idle: float = 600.0, force: bool = False) -> int:
+        """Take over the closed groups of a consumer that is gone for good; returns how many.
+
+        They come with the next batches. What it still acks afterwards counts no more.
+
+        Args:
+            idle: it is taken for gone when it read nothing for so many seconds.
+            force: adopt although it read since.
+
+        Raises:
+            InvalidSample: it lives, or it is this client's own name.
+        """
+        if check_group_id(consumer, "consumer") == self.consumer:
+            raise InvalidSample(f"consumer {consumer} is this client: its groups come by themselves")
+        adopted, idle_ms = self._inbox.adopt(consumer, 0 if force else max(1, int(idle * 1000)))
+        if not adopted and 0 <= idle_ms < idle * 1000 and not force:
+            raise InvalidSample(
+                f"consumer {consumer} read {idle_ms / 1000:.0f} s ago and may live; if it is gone "
+                "for good, adopt it with force=True or a smaller idle="
+            )
+        return adopted
 
     def _drained(self) -> bool:
         keys = self._queue.keys
@@ -253,13 +283,23 @@ class RolloutClient:
         """What a waiting client does for the pool: reap, and bring back what Redis lost."""
         now = time.monotonic()
         if now >= self._next_reap:
-            self._queue.call("reap", limit=256)
+            mine = self._namesakes
+            attend: dict[str, Argument] = {
+                "consumer": self.consumer,
+                "nonce": mine.nonce,
+                "place": mine.place,
+            }
+            _, place = self._queue.call_many(
+                [("reap", {"limit": 256}, ()), ("attend", attend, ())]
+            )
+            mine.found(place)
             self._next_reap = now + int(self._queue.config["lease_ms"]) / 5000
         if self._disruptions != self._queue.disruptions:
             self._disruptions = self._queue.disruptions
-            self._inbox.look_back()
+            self._inbox.recover()
             self._publish_again()
-            self._next_offer = now
+            # Not before others could say what they took of it.
+            self._next_offer = now + self._inbox.unsettled
         if now >= self._next_offer:
             lost = self._outbox.offer_again()
             # Also because there may be no room for all of it yet.

@@ -3,11 +3,15 @@
 A group is in hand from its reading to its ack. What was read before and never acked, by an
 earlier process or because a reply was lost, is pending in Redis and is looked for again; what
 comes again although it was taken is acked without being shown.
+
+Redis may come back from before an ack. Each client then restates what it took, and reads nothing
+for as long as the others may need to do the same.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +26,13 @@ from producer.results import build_group, group_commands
 
 #: ids that are remembered as taken, in case Redis comes back with an older state
 _REMEMBERED = 100_000
+#: how old an ack may be that is restated, in seconds
+_RESTATED_SECONDS = 600.0
+#: how long nothing is read after Redis came back changed: the longest pause between two attempts
+#: of another client to reach it, and a second to restate what that one took
+SETTLE_SECONDS = 3.0
+
+_ADOPTED_A_CALL = 256
 
 #: stream entry, group id, size of the group
 Entry = tuple[str, str, int]
@@ -34,11 +45,18 @@ class Inbox:
         self._queue = queue
         self._consumer = consumer
         self._in_hand: dict[str, str] = {}  # group id -> its newest entry
-        self._taken: OrderedDict[str, None] = OrderedDict()
+        self._digests: dict[str, bytes] = {}  # group id -> digest of its job, of those in hand
+        self._taken: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # digest, and when
         self._behind = True  # there may be entries that this consumer has, and never saw
+        self._disruptions = 0
+        self._state = b""  # what Redis held when it was looked at last
+        self._settled_at = 0.0
 
     def __len__(self) -> int:
         return len(self._in_hand)
+
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._in_hand
 
     @property
     def behind(self) -> bool:
@@ -54,13 +72,44 @@ class Inbox:
         held = {name.decode(): int(count) for name, count in pairs}
         return {name: count for name, count in held.items() if name != self._consumer}
 
+    @property
+    def unsettled(self) -> float:
+        """Seconds for which nothing is read yet, since Redis came back changed."""
+        return max(0.0, self._settled_at - time.monotonic())
+
     def look_back(self) -> None:
         """Have the next read look at the pending entries first."""
         self._behind = True
 
+    def recover(self) -> None:
+        """After a disruption: restate what was taken, if Redis holds another state than before.
+
+        What an outage took back cannot be told from here, so all of it is restated, the newest
+        first; a group that Redis knows as taken stays as it is.
+        """
+        seen = self._queue.disruptions
+        self._behind = True
+        state, age_ms, _ = self._restate([], acked=True)
+        if state != self._state:
+            oldest = time.monotonic() - _RESTATED_SECONDS
+            known = reversed(self._taken.items())
+            self._restate([(g, digest) for g, (digest, at) in known if at > oldest], acked=True)
+            self._state = state
+            self._settled_at = time.monotonic() + SETTLE_SECONDS - age_ms / 1000
+        self._disruptions = seen
+
     def read(self, most: int, block_ms: int) -> list[Entry]:
         """Up to `most` entries of groups that are not in hand; waits for new ones only."""
+        if self._disruptions != self._queue.disruptions:
+            self.recover()
+        if self.unsettled:
+            time.sleep(min(self.unsettled, max(block_ms, 50) / 1000))
+            return []
         looked_back, reply = self._queue.retrying(lambda: self._read_once(most, block_ms))
+        if self._disruptions != self._queue.disruptions:
+            # Perhaps read from an older state. Whatever it was, it is pending now.
+            self._behind = True
+            return []
         fresh: list[Entry] = []
         again: list[tuple[str, str]] = []
         for entry, group_id, size in _entries(reply):
@@ -80,6 +129,7 @@ class Inbox:
         """These were read and not shown: they stay pending, and are found again."""
         for _, group_id, _ in entries:
             del self._in_hand[group_id]
+            self._digests.pop(group_id, None)
         self._behind = True
 
     def fetch(self, entries: Sequence[Entry]) -> tuple[RolloutGroup, ...]:
@@ -91,6 +141,7 @@ class Inbox:
             for (entry, group_id, _), own in zip(piece, commands, strict=True):
                 answer = list(itertools.islice(replies, len(own)))
                 if answer[0]:
+                    self._digests[group_id] = answer[0][b"digest"]
                     groups.append(build_group(entry, group_id, answer))
                 else:
                     # Already taken and deleted: the entry alone came again.
@@ -100,18 +151,60 @@ class Inbox:
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete groups; returns how many were still this consumer's to take."""
-        acked = self._ack([(self._in_hand.pop(g.id, g.entry), g.id) for g in groups])
-        for group in groups:
-            self._taken[group.id] = None
+        answers = self._ack([(self._in_hand.pop(g.id, g.entry), g.id) for g in groups])
+        refused = []
+        for group, answer in zip(groups, answers, strict=True):
+            digest = self._digests.pop(group.id, b"")
+            if digest:
+                self._taken[group.id] = digest, time.monotonic()
+                if not answer:
+                    refused.append((group.id, digest))
         while len(self._taken) > _REMEMBERED:
             self._taken.popitem(last=False)
-        return acked
+        # Perhaps Redis forgot that these were read, or closed, or even submitted.
+        return sum(answers) + sum(self._restate(refused, acked=False)[2])
 
-    def _ack(self, items: Sequence[tuple[str, str]]) -> int:
-        return sum(
-            sum(self._queue.call("ack", piece, group=TRAINER_GROUP, consumer=self._consumer))
-            for piece in split(items)
-        )
+    def adopt(self, consumer: str, idle_ms: int) -> tuple[int, int]:
+        """Take over what `consumer` did not ack; returns the number, and ms since it read last."""
+        adopted = 0
+        while True:
+            moved, idle = self._queue.call(
+                "adopt",
+                **{"from": consumer},
+                group=TRAINER_GROUP,
+                consumer=self._consumer,
+                idle_ms=idle_ms,
+                limit=_ADOPTED_A_CALL,
+            )
+            adopted += moved
+            self._behind = True
+            if moved < _ADOPTED_A_CALL:
+                return adopted, int(idle)
+
+    def _ack(self, items: Sequence[tuple[str, str]]) -> list[int]:
+        answers: list[int] = []
+        for piece in split(items):
+            answers += self._queue.call(
+                "ack", piece, group=TRAINER_GROUP, consumer=self._consumer
+            )
+        return answers
+
+    def _restate(
+        self, items: Sequence[tuple[str, bytes]], *, acked: bool
+    ) -> tuple[bytes, int, list[int]]:
+        """State of Redis, its age in ms, and an answer an item."""
+        answers: list[int] = []
+        state, age = self._state, 0
+        for piece in list(split(items)) or ([[]] if acked else []):
+            state, age, more = self._queue.call(
+                "restate",
+                piece,
+                group=TRAINER_GROUP,
+                consumer=self._consumer,
+                acked=int(acked),
+            )
+            answers += more
+        return state, age, answers
 
     def _read_once(self, most: int, block_ms: int) -> tuple[bool, Any]:
         """Whether it read the pending entries, and the reply."""

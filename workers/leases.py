@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from producer.contract.connection import Queue, split
 from producer.contract.errors import RollqError
+from producer.contract.namesakes import Namesakes
 from workers.state import WorkerState
 
 log = logging.getLogger("rollq.worker")
@@ -48,6 +49,8 @@ class LeaseThread:
         self._rate = 0.0
         self._renewed = time.monotonic()
         self._away = False
+        name = state.settings.name
+        self._namesakes = Namesakes(f"worker {name!r}; what it shows of itself is of both")
 
     def start(self) -> None:
         self._thread.start()
@@ -134,8 +137,12 @@ class LeaseThread:
             ("last_error", state.last_error[:500]),
             ("host", socket.gethostname()),
             ("pid", os.getpid()),
+            ("nonce", self._namesakes.nonce),
         )
-        current, last_good = self._queue.call("heartbeat", fields, worker=state.settings.name)
+        current, last_good, other = self._queue.call(
+            "heartbeat", fields, worker=state.settings.name
+        )
+        self._namesakes.found(other)
         self._on_loop(state.notice, current, last_good)
 
     def _on_loop(self, call: Callable[..., None], *arguments: object) -> None:

@@ -65,6 +65,7 @@ NAMES = {
     "updates": "updates",  # stream: an entry a publication, only a hint
     "workers": "workers",  # zset: worker name -> last heartbeat, ms
     "worker": "worker:",  # hash with TTL a worker: what it says of itself
+    "trainers": "trainers",  # hash: consumer -> nonce and place of its client
     "request": "request:",  # string with TTL a claim call: the ids it got
     "stats": "stats",  # hash: counters that only grow
     "config": "config",  # hash: schema, incarnation, limits

@@ -23,7 +23,7 @@ ACL = ROOT / "deploy" / "redis" / "users.acl"
 CONNECTING = {"hello", "auth", "ping", "client|setname", "select"}
 SCRIPTS = {"evalsha", "script|load", "info"}
 SCRIPTS_OF = {
-    "trainer": "configure enqueue cancel reap publish ack drop",
+    "trainer": "configure enqueue cancel reap publish ack restate attend adopt drop",
     "worker": "configure claim prompt checkpoint renew release finish fail reap confirm heartbeat"
     " leave",
 }
@@ -49,7 +49,7 @@ def allowed(role: str) -> set[str]:
 def commands_in(text: str, library: dict[str, str], seen: frozenset[str] = frozenset()) -> set[str]:
     """Commands that a script sends, itself or through functions of lib.lua."""
     found = set(re.findall(r"call\('(\w+)'(?:, '(\w+)')?", text))
-    names = {f"{c.lower()}|{sub.lower()}" if c == "XGROUP" else c.lower() for c, sub in found}
+    names = {f"{c.lower()}|{sub.lower()}" if c in ("XGROUP", "XINFO") else c.lower() for c, sub in found}
     for name, body in library.items():
         if name not in seen and re.search(rf"\b{name}\(", text):
             names |= commands_in(body, library, seen | {name})

@@ -162,8 +162,9 @@ def confirm(version: int, worker: str = "w", error: str = "") -> Call:
     return "confirm", {"worker": worker, "version": version, "error": error}, []
 
 
-def heartbeat(worker: str = "w") -> Call:
-    return "heartbeat", {"worker": worker}, [("state", "serving"), ("in_flight", 0)]
+def heartbeat(worker: str = "w", nonce: str = "n") -> Call:
+    fields = [("state", "serving"), ("in_flight", 0), ("nonce", nonce)]
+    return "heartbeat", {"worker": worker}, fields
 
 
 def leave(worker: str = "w") -> Call:
@@ -172,6 +173,22 @@ def leave(worker: str = "w") -> Call:
 
 def ack(entry: str, group: str = "g", consumer: str = "t0") -> Call:
     return "ack", {"group": TRAINER_GROUP, "consumer": consumer}, [(entry, group)]
+
+
+def restate(
+    group: str = "g", digest: str = "", consumer: str = "t0", *, acked: bool = True
+) -> Call:
+    scalars = {"group": TRAINER_GROUP, "consumer": consumer, "acked": int(acked)}
+    return "restate", scalars, [(group, digest)]
+
+
+def attend(consumer: str = "t0", nonce: str = "n") -> Call:
+    return "attend", {"consumer": consumer, "nonce": nonce, "place": f"at {nonce}"}, []
+
+
+def adopt(consumer: str = "t1", gone: str = "t0", idle_ms: int = 0, limit: int = 256) -> Call:
+    scalars = {"group": TRAINER_GROUP, "from": gone, "consumer": consumer}
+    return "adopt", scalars | {"idle_ms": idle_ms, "limit": limit}, []
 
 
 class Driver:
@@ -321,6 +338,9 @@ def answer(call: Call, reply: Any) -> Any:
     name, _, items = call
     if name in ("checkpoint", "release", "finish", "fail", "renew"):
         reply = reply[2]
+    elif name == "restate":
+        (reply,) = reply[2]
+        return reply
     return reply[0] if len(items) == 1 and isinstance(reply, list) else reply
 
 

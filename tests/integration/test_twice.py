@@ -21,7 +21,7 @@ from tests.integration import contract
 from tests.integration.contract import Driver, job
 from tests.proxy import Proxy
 
-_TIMES = re.compile(rb"(enqueued|started|finished|heartbeat|\d+:published)_at|last_reap")
+_TIMES = re.compile(rb"(enqueued|started|finished|heartbeat|\d+:published)_at|last_reap|state_at|entry")
 
 
 def steady(driver: Driver) -> dict[str, Any]:
@@ -197,6 +197,12 @@ def calls(scene: Scene) -> Iterator[tuple[str, Call]]:
     yield "heartbeat", contract.heartbeat("w")
     yield "leave", contract.leave("w")
     yield "ack", contract.ack(scene.entry, "g")
+    digest = str(job("g", prompt="text").to_item()[2])
+    yield "restate", contract.restate("g", digest)
+    yield "restate what is in hand", contract.restate("g", digest, acked=False)
+    yield "restate for another", contract.restate("g", digest, "t1", acked=False)
+    yield "attend", contract.attend()
+    yield "adopt", contract.adopt()
     yield "drop", ("drop", {}, [("g/0", "g")])
     yield "configure", scene.driver.queue._configure()
 
@@ -209,6 +215,8 @@ def agree(name: str, first: Any, second: Any) -> bool:
         return bool(second == 0)
     if name == "crash":
         return bool(second == contract.LOST)
+    if name == "adopt":
+        return bool(second[0] == 0)
     if name == "reap":
         return bool(second == [0, 0])
     return bool(first == second)
@@ -261,6 +269,9 @@ EFFECTS: dict[str, Callable[[Driver], Scene]] = {
     "heartbeat": leased,
     "leave": leased,
     "ack": closed,
+    "restate": closed,
+    "attend": leased,
+    "adopt": closed,
     "drop": dead,
     "configure": leased,
 }

@@ -28,6 +28,7 @@ KEYS = {
     "updates": "rollq:{grpo}:updates",
     "workers": "rollq:{grpo}:workers",
     "worker": "rollq:{grpo}:worker:",
+    "trainers": "rollq:{grpo}:trainers",
     "request": "rollq:{grpo}:request:",
     "stats": "rollq:{grpo}:stats",
     "config": "rollq:{grpo}:config",

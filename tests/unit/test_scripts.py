@@ -51,6 +51,7 @@ def test_a_script_an_operation() -> None:
     assert set(SCRIPTS) == {
         "enqueue", "claim", "checkpoint", "release", "finish", "fail", "cancel", "reap", "renew",
         "prompt", "publish", "confirm", "heartbeat", "leave", "ack", "configure", "drop",
+        "restate", "attend", "adopt",
     }  # fmt: skip
     assert set(SCRIPTS) == set(TEXTS)
 
@@ -87,7 +88,7 @@ def test_no_script_looks_at_keys_that_it_did_not_name(name: str) -> None:
     assert "rollq:" not in body
     assert "KEYS[" not in body
     for command, key in re.findall(r"\bp?call\('(\w+)'(?:, '\w+')?,? ?(\S*)", body):
-        assert command == "TIME" or key.startswith("K."), f"{command} of {key}"
+        assert command in ("TIME", "INFO") or key.startswith("K."), f"{command} of {key}"
 
 
 def test_no_client_says_what_time_it_is() -> None:

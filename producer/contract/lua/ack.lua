@@ -15,19 +15,9 @@ local function ack(entry, id, pending)
   end
   if not pending or not g[1] then
     local taken = call('GET', K.done .. id)
-    return taken and string.match(taken, ' (.*)$') == A.consumer and 1 or 0
+    return taken and taker(taken) == A.consumer and 1 or 0
   end
-  for index = 0, g[2] - 1 do
-    local sid = id .. '/' .. index
-    if call('ZSCORE', K.dead, sid) then
-      call('HSET', K.sample .. sid, 'job', g[3], 'prompt_ids', g[4])
-    else
-      call('UNLINK', K.sample .. sid, K.chunks .. sid)
-    end
-  end
-  call('SET', K.done .. id, g[1] .. ' ' .. A.consumer, 'PX', tombstone_ms)
-  call('UNLINK', K.group .. id)
-  count('groups_acked', 1)
+  take(id, g, A.consumer, tombstone_ms)
   return 1
 end
 local pending = {}

@@ -1,16 +1,24 @@
 -- heartbeat: a worker says that it lives, and what it does.
 -- KEYS: workers worker weights config
 -- ARGV: worker | field value
--- REPLY: {current, last_good}
+--   the field `nonce` is random and names the process
+-- REPLY: {current, last_good, `host:pid` of another process whose nonce was there, or ''}
 -- INVARIANT: a worker that stopped is off the list within its time to live.
 local ttl = config('worker_ttl_ms')[1]
 local at = now()
+local before = call('HMGET', K.worker .. A.worker, 'nonce', 'host', 'pid')
+local other = ''
 local fields = {'heartbeat_at', text(at)}
 for i = 1, ITEMS do
-  fields[#fields + 1], fields[#fields + 2] = item(i)
+  local field, value = item(i)
+  fields[#fields + 1], fields[#fields + 2] = field, value
+  if field == 'nonce' and before[1] and before[1] ~= value then
+    other = (before[2] or '?') .. ':' .. (before[3] or '?')
+  end
 end
 call('HSET', K.worker .. A.worker, unpack(fields))
 call('PEXPIRE', K.worker .. A.worker, ttl)
 call('ZADD', K.workers, at, A.worker)
 call('ZREMRANGEBYSCORE', K.workers, '-inf', '(' .. text(at - ttl))
-return {level()}
+local current, good = level()
+return {current, good, other}

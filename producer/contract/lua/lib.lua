@@ -144,7 +144,9 @@ local function close(group_id, size)
       states[#states + 1] = state
     end
   end
-  call('XADD', K.results, '*', 'group', group_id, 'size', size, 'states', table.concat(states, ','))
+  local entry = call('XADD', K.results, '*', 'group', group_id, 'size', size, 'states',
+    table.concat(states, ','))
+  call('HSET', K.group .. group_id, 'entry', entry)
   count('groups_closed', 1)
 end
 
@@ -215,4 +217,25 @@ local function crashed(s, max_crashes, err)
   end
   make_ready(s)
   return false
+end
+
+-- A trainer has taken this group: nothing stays but its tombstone, and its dead to be looked at.
+-- `g` are its digest, size, job and prompt_ids.
+local function take(id, g, consumer, tombstone_ms)
+  for index = 0, g[2] - 1 do
+    local sid = id .. '/' .. index
+    if call('ZSCORE', K.dead, sid) then
+      call('HSET', K.sample .. sid, 'job', g[3], 'prompt_ids', g[4])
+    else
+      call('UNLINK', K.sample .. sid, K.chunks .. sid)
+    end
+  end
+  call('SET', K.done .. id, g[1] .. ' ' .. consumer, 'PX', tombstone_ms)
+  call('UNLINK', K.group .. id)
+  count('groups_acked', 1)
+end
+
+-- the consumer that a tombstone names
+local function taker(tombstone)
+  return string.match(tombstone, ' (.*)$')
 end
