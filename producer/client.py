@@ -248,7 +248,9 @@ class RolloutClient:
             InvalidSample: it lives, or it is this client's own name.
         """
         if check_group_id(consumer, "consumer") == self.consumer:
-            raise InvalidSample(f"consumer {consumer} is this client: its groups come by themselves")
+            raise InvalidSample(
+                f"consumer {consumer} is this client: its groups come by themselves"
+            )
         adopted, idle_ms = self._inbox.adopt(consumer, 0 if force else max(1, int(idle * 1000)))
         if not adopted and 0 <= idle_ms < idle * 1000 and not force:
             raise InvalidSample(
@@ -289,9 +291,7 @@ class RolloutClient:
                 "nonce": mine.nonce,
                 "place": mine.place,
             }
-            _, place = self._queue.call_many(
-                [("reap", {"limit": 256}, ()), ("attend", attend, ())]
-            )
+            _, place = self._queue.call_many([("reap", {"limit": 256}, ()), ("attend", attend, ())])
             mine.found(place)
             self._next_reap = now + int(self._queue.config["lease_ms"]) / 5000
         if self._disruptions != self._queue.disruptions:

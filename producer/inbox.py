@@ -184,9 +184,7 @@ class Inbox:
     def _ack(self, items: Sequence[tuple[str, str]]) -> list[int]:
         answers: list[int] = []
         for piece in split(items):
-            answers += self._queue.call(
-                "ack", piece, group=TRAINER_GROUP, consumer=self._consumer
-            )
+            answers += self._queue.call("ack", piece, group=TRAINER_GROUP, consumer=self._consumer)
         return answers
 
     def _restate(

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.chaos.nursery import Nursery
 from tests.chaos.proxy import Proxy
 from tests.chaos.trainer import Settings
-from tests.chaos.work import QUEUE, SIM
+from tests.chaos.work import CHECKPOINT, QUEUE, SIM
 
 _PAUSE = 0.1  # before an actor that ended is started again
 
@@ -79,11 +79,16 @@ class Actors:
         url = f"redis://127.0.0.1:{self._proxy.port(actor.link)}"
         log = self._directory / f"{actor.link}.log"
         if actor.kind == "worker":
-            actor.pid = self._nursery.spawn("worker", self._worker(actor, url), log)
+            arguments = {"options": self._worker(actor, url), "board": str(self.board(actor.name))}
+            actor.pid = self._nursery.spawn("worker", arguments, log)
         else:
             settings = dataclasses.replace(self._settings[actor.link], url=url)
             actor.pid = self._nursery.spawn("trainer", dataclasses.asdict(settings), log)
         self._by_pid[actor.pid] = actor
+
+    def board(self, name: str) -> Path:
+        """Where a worker writes how far its engine is."""
+        return self._directory / f"{name}.board"
 
     def _worker(self, actor: Actor, url: str) -> list[str]:
         rng = random.Random(f"{self._seed} {actor.name}")
@@ -103,7 +108,7 @@ class Actors:
             "queue": QUEUE,
             "name": actor.name,
             "weights-dir": self._directory / "weights",
-            "checkpoint-tokens": 16,
+            "checkpoint-tokens": CHECKPOINT,
             "fetch-seconds": 0.5,
             "checkpoint-seconds": 0.5,
             "grace-seconds": 5,

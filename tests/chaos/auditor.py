@@ -13,10 +13,15 @@ import redis
 from numpy.typing import NDArray
 
 from producer.contract.keys import NAMES, TRAINER_GROUP, QueueKeys
+from producer.inbox import SETTLE_SECONDS
 from tests.chaos.director import LEASE, Evidence
 from tests.chaos.tokens import Flat
 from tests.chaos.trainer import Journal
-from tests.chaos.work import FAIL_VERSIONS, QUEUE, TRAINERS, Work
+from tests.chaos.work import CHECKPOINT, FAIL_VERSIONS, QUEUE, TRAINERS, Work
+
+#: counters of the ways in which a sample ends
+ENDS = ("finished", "failed", "cancelled", "stale", "dead", "restated")
+MOST_UNSTORED = 2 * CHECKPOINT
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class Auditor:
         self._arrays: list[NDArray[np.uint8]] = []
         self._publications: set[int] = set()
         self._trainer_starts = 0
+        self._last_word: dict[tuple[int, int], float] = {}  # rank, process -> when
         for rank in range(TRAINERS):
             self._read(Journal(directory, rank), rank)
 
@@ -79,6 +85,8 @@ class Auditor:
         open_here: dict[str, Shown] = {}
         for line in journal.read():
             what = line["what"]
+            if what != "start":
+                self._last_word[rank, process] = line["at"]
             if what == "start":
                 process += 1
                 open_here = {}
@@ -113,6 +121,7 @@ class Auditor:
             self._left_over(),
             self._counters(),
             self._recovery(),
+            self._unstored(),
         ]
         return Report(self._facts(), verdicts)
 
@@ -125,10 +134,10 @@ class Auditor:
         return Verdict("none lost", sorted(self._submitted - self._shown.keys()))
 
     def _twice(self) -> Iterator[Verdict]:
-        """Shown again after its ack: never to the same process; to another one only where a
-        restored snapshot forgot the ack."""
+        """Shown again after its ack: never to the same process; to another one only where Redis
+        forgot the ack and the process that knew of it had died before it could say so."""
         same = Verdict("none twice to a process")
-        other = Verdict("none twice beyond a restore")
+        other = Verdict("none twice by id")
         forgiven = 0
         for group_id, all_shown in self._shown.items():
             for first in all_shown:
@@ -142,16 +151,19 @@ class Auditor:
                         forgiven += 1
                     else:
                         other.broken.append(what)
-        other.remark = f"{forgiven} after a restore that forgot the ack"
+        other.remark = f"{forgiven} after a restore, their taker dead"
         yield same
         yield other
 
     def _forgotten(self, first: Shown, again: Shown) -> bool:
-        """Did Redis come back from before the ack, or from before the group had closed?"""
+        """Did Redis come back from before the ack, or from before the group had closed, and the
+        taker not live long enough to restate it?"""
+        last_word = self._last_word[first.rank, first.process]
         return any(
             first.at <= r.killed_at + 1.0
             and first.acked_at >= r.copied_at - 1.0
             and again.at >= r.killed_at
+            and last_word < r.back_at + SETTLE_SECONDS
             for r in self._evidence.restores
         )
 
@@ -299,7 +311,7 @@ class Auditor:
         fields = cast(dict[bytes, bytes], client.hgetall(keys["stats"]))
         stats = {k.decode(): int(v) for k, v in fields.items()}
         get = stats.get
-        ended = sum(get(s, 0) for s in ("finished", "failed", "cancelled", "stale", "dead"))
+        ended = sum(get(s, 0) for s in ENDS)
         pending = client.xpending(keys["results"], TRAINER_GROUP)["pending"]
         equal = {
             "ready": (client.zcard(keys["ready"]), 0),
@@ -332,6 +344,23 @@ class Auditor:
             + (f", leased again median {leased[len(leased) // 2]:.2f} s" if leased else ""),
         )
 
+    def _unstored(self) -> Verdict:
+        """What a kill costs a sample: less than a checkpoint that is being filled, the one that
+        is on its way, and the engine's next token."""
+        kills = self._evidence.unstored
+        each = sorted(n for kill in kills for n in kill.values())
+        return Verdict(
+            "a kill costs a checkpoint",
+            [
+                f"{sample}: {n} tokens"
+                for k in kills
+                for sample, n in k.items()
+                if n > MOST_UNSTORED
+            ],
+            f"{len(kills)} kills counted, {len(each)} samples: {sum(each)} tokens lost"
+            + (f", median {each[len(each) // 2]}, most {each[-1]} a sample" if each else ""),
+        )
+
     def _facts(self) -> dict[str, object]:
         events = self._evidence.events
         last = [r for s in self._last() for r in s.line["rollouts"]]
@@ -350,6 +379,9 @@ class Auditor:
             "states": dict(states),
             "worker kills": events["kill-worker"],
             "worker stops": events["stop-worker"],
+            "kills and stops": sum(
+                events[k] for k in ("kill-worker", "stop-worker", "kill-trainer")
+            ),
             "worker drains": events["drain-worker"],
             "trainer kills": events["kill-trainer"],
             "proxy faults": sum(events[k] for k in ("cut", "delay", "hold", "drop-reply")),

@@ -19,6 +19,7 @@ from producer.contract.connection import Queue
 from producer.contract.errors import RedisUnavailable
 from producer.contract.scripts import SCRIPTS
 from producer.server import EmbeddedServer, Prefer, start_embedded
+from tests.chaos import board
 from tests.chaos.actors import Actor, Actors
 from tests.chaos.events import Event, schedule
 from tests.chaos.proxy import Proxy
@@ -32,6 +33,10 @@ REPLIES = {
     "trainer": ("XREADGROUP", "ack", "enqueue"),
 }
 _TICK = 0.03
+#: after a kill, so that what the worker had sent has arrived; well within a lease
+_COUNT_AFTER = 0.5
+#: how long after its link or Redis was in trouble a worker may still have something to make up for
+_MAKES_UP = 3.0
 _DRAIN_SECONDS = 300.0
 
 
@@ -66,7 +71,10 @@ class Recovery:
     worker: str
     killed_at: float
     tokens: dict[str, bytes]  # sample -> lease token
+    made: dict[tuple[str, int], int]  # sample, attempt -> tokens of prompt and response
+    counts: bool  # whether nothing kept it from storing what it made
     samples: int = 0
+    unstored: dict[str, int] = field(default_factory=dict)
     reaped: float = -1.0
     leased: float = -1.0
 
@@ -79,6 +87,7 @@ class Evidence:
     events: Counter[str] = field(default_factory=Counter)
     restores: list[Restore] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
+    unstored: list[dict[str, int]] = field(default_factory=list)  # a kill: sample -> tokens
     void: int = 0  # recoveries that an outage of Redis made unmeasurable
     paths: dict[int, set[str]] = field(default_factory=dict)
     states: dict[int, set[str]] = field(default_factory=dict)
@@ -128,6 +137,7 @@ class Director:
         )
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._watched: list[Recovery] = []
+        self._troubled_until: dict[str, float] = {}  # link -> monotonic
         self._look_at = 0.0
         self._log = (directory / "events.log").open("w")
 
@@ -246,6 +256,7 @@ class Director:
     def _to_link(self, event: Event) -> None:
         actors = self._actors.all
         link = actors[event.who % len(actors)].link
+        self._troubled_until[link] = time.monotonic() + 2 * LEASE + _MAKES_UP
         self._note(f"  {link}")
         if event.kind == "cut":
             self._proxy.cut(link)
@@ -271,6 +282,9 @@ class Director:
         time.sleep(away)
         self._start_redis()
         self._void()
+        for actor in self._actors.all:
+            later = max(self._troubled_until.get(actor.link, 0.0), time.monotonic() + _MAKES_UP)
+            self._troubled_until[actor.link] = later
         if data is not None:
             copied_at = float(data.name.partition("-")[2])
             self.evidence.restores.append(Restore(copied_at, killed_at, time.time()))
@@ -318,7 +332,14 @@ class Director:
 
         tokens = self._asked(held)
         if isinstance(tokens, dict) and tokens:
-            recovery = Recovery(actor.name, killed_at, tokens, samples=len(tokens))
+            recovery = Recovery(
+                actor.name,
+                killed_at,
+                tokens,
+                board.read(self._actors.board(actor.name)),
+                counts=killed_at > self._troubled_until.get(actor.link, 0.0),
+                samples=len(tokens),
+            )
             self._watched.append(recovery)
 
     def _states(self, ids: list[str]) -> list[list[bytes]]:
@@ -327,10 +348,33 @@ class Director:
             pipe.hmget(self._keys.sample(sample), "state", "lease_token", "worker")
         return list(pipe.execute())
 
+    def _count_unstored(self, watch: Recovery) -> None:
+        """What the killed worker made and Redis does not have, of each sample it held."""
+        ids = list(watch.tokens)
+
+        def stored() -> list[list[bytes]]:
+            pipe = self.redis.pipeline(transaction=False)
+            for sample in ids:
+                pipe.hmget(self._keys.sample(sample), "lease_token", "tokens")
+            return list(pipe.execute())
+
+        rows = self._asked(stored)
+        for sample, (token, tokens) in zip(
+            ids, rows if isinstance(rows, list) else (), strict=False
+        ):
+            attempt = int(watch.tokens[sample].partition(b":")[0])
+            length = watch.made.get((sample, attempt))
+            if token == watch.tokens[sample] and length is not None:
+                _, group = self.work.slice_of(sample.partition("/")[0])
+                watch.unstored[sample] = length - len(group.prompt) - int(tokens)
+
     def _watch_recoveries(self, now: float) -> None:
         """A sample is taken back when it is not leased under the old token any more, and taken
         over when it is leased anew or has ended."""
         for watch in list(self._watched):
+            if watch.counts and now - watch.killed_at > _COUNT_AFTER:
+                watch.counts = False
+                self._count_unstored(watch)
             ids = list(watch.tokens)
             states = self._asked(lambda ids=ids: self._states(ids))  # type: ignore[misc]
             if not isinstance(states, list):
@@ -348,10 +392,12 @@ class Director:
             if not watch.tokens or now - watch.killed_at > 60.0:
                 self._watched.remove(watch)
                 self.evidence.recoveries.append(watch)
+                self.evidence.unstored += [watch.unstored] if watch.unstored else []
 
     def _void(self) -> None:
-        """After an outage leases are dated anew: what is being measured says nothing."""
+        """After an outage leases are dated anew: how long a recovery took says nothing."""
         self.evidence.void += len(self._watched)
+        self.evidence.unstored += [w.unstored for w in self._watched if w.unstored]
         self._watched.clear()
 
     def _look_at_weights(self) -> None:

@@ -71,10 +71,12 @@ class Nursery:
                 self.exits.put((message["ended"], message["code"]))
 
 
-def _worker(arguments: list[str]) -> None:
+def _worker(arguments: dict[str, Any]) -> None:
     from producer.cli import main
+    from tests.chaos import board
 
-    sys.argv = ["rollq", "worker", *arguments]
+    board.watch(Path(arguments["board"]))
+    sys.argv = ["rollq", "worker", *arguments["options"]]
     main()
 
 
@@ -116,6 +118,7 @@ def _say(message: dict[str, int]) -> None:
 
 def main() -> None:
     import producer.cli  # noqa: F401
+    import tests.chaos.board
     import tests.chaos.trainer  # noqa: F401
     import workers.cli
     import workers.engines.sim

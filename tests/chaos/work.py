@@ -25,6 +25,8 @@ LIMITS = {
     # Every second or so a worker dies here: three deaths in a row befall innocents, too.
     "max_crashes": 5,
 }
+#: tokens after which a worker stores what it made, and what its engine gives out at a time
+CHECKPOINT = 16
 CRASH_ID, KILL_ID = 300, 301
 #: loads of these fail in the engine, on every worker
 FAIL_VERSIONS = tuple(range(6, 2000, 17))
@@ -35,6 +37,7 @@ SIM = SimSettings(
     kv_cache_tokens=1 << 14,
     token_rate=150.0,
     mean_tokens=200.0,
+    stream_interval=CHECKPOINT,
     crash_id=CRASH_ID,
     kill_id=KILL_ID,
     fail_versions=FAIL_VERSIONS,

@@ -49,7 +49,9 @@ def allowed(role: str) -> set[str]:
 def commands_in(text: str, library: dict[str, str], seen: frozenset[str] = frozenset()) -> set[str]:
     """Commands that a script sends, itself or through functions of lib.lua."""
     found = set(re.findall(r"call\('(\w+)'(?:, '(\w+)')?", text))
-    names = {f"{c.lower()}|{sub.lower()}" if c in ("XGROUP", "XINFO") else c.lower() for c, sub in found}
+    names = {
+        f"{c.lower()}|{sub.lower()}" if c in ("XGROUP", "XINFO") else c.lower() for c, sub in found
+    }
     for name, body in library.items():
         if name not in seen and re.search(rf"\b{name}\(", text):
             names |= commands_in(body, library, seen | {name})

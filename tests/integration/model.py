@@ -13,7 +13,8 @@ from producer.contract.states import StalenessPolicy
 
 LOST = -1
 MAX_CRASHES = 3
-TERMINAL = ("finished", "failed", "cancelled", "stale", "dead")
+#: the last: it was open when a trainer said that it had taken its group before
+TERMINAL = ("finished", "failed", "cancelled", "stale", "dead", "restated")
 
 
 @dataclass
@@ -73,6 +74,8 @@ class Model:
 
     def enqueue(self, name: str, group: Group) -> str:
         here = self.groups.get(name)
+        if here is None and name in self.done:
+            return "done"
         if here is not None:
             facts = (here.size, here.policy, here.restart)
             if facts != (group.size, group.policy, group.restart):
@@ -263,6 +266,22 @@ class Model:
             return 1
         return int(self.done.get(name) == trainer)
 
+    def restate(self, trainer: str, name: str, *, acked: bool) -> int:
+        if name in self.done:
+            return int(self.done[name] == trainer)
+        if name in self.groups:
+            if self.pending.get(name, trainer) != trainer and not acked:
+                return 0
+            self.closed += name not in self.stream
+            if name in self.pending:
+                del self.pending[name]
+                self.stream.remove(name)
+            for s in self.members(name):
+                if s.state not in TERMINAL:
+                    s.state, s.token = "restated", ""
+        self.done[name] = trainer
+        return 1
+
     # weights
 
     def publish(self, files: str, force: bool) -> tuple[int, int]:
@@ -301,7 +320,7 @@ class Model:
             crashes=sum(s.crashes for s in samples),
             reaped=self.reaped,
             groups_closed=self.closed,
-            groups_acked=len(self.done),
+            groups_acked=len(self.done.keys() & self.groups.keys()),
             published=len(self.weights),
             versions_bad=sum(s == "bad" for s in self.weights.values()),
         )

@@ -44,7 +44,8 @@ NOT_MODELLED = ("interrupted_", "restarted_le", "stale_le", "recomputed_tokens",
 
 #: how often each move is tried
 MOVES = {
-    "enqueue": 8, "cancel": 1, "read": 3, "ack": 5, "take_over": 1, "publish": 2, "confirm": 2,
+    "enqueue": 8, "cancel": 1, "read": 3, "ack": 5, "restate": 1, "take_over": 1, "publish": 2,
+    "confirm": 2,
     "claim": 14, "claim_again": 1, "checkpoint": 14, "release": 4, "finish": 6, "fail": 4,
     "renew": 1, "die": 4, "reap": 4, "reap_after_an_absence": 1, "save": 1, "come_back": 1,
 }  # fmt: skip
@@ -62,6 +63,7 @@ class Interleaving(RuleBasedStateMachine):
         self.random = Random()
         self.asked = itertools.count()
         self.known: list[str] = []
+        self.first: dict[str, tuple[Group, str]] = {}  # name -> its first job, and the digest
         #: each claim that was ever handed out, with the version its worker served
         self.claims: list[tuple[Claim, int]] = []
         self.last_claim: Any = None
@@ -107,9 +109,12 @@ class Interleaving(RuleBasedStateMachine):
         if name is None:
             name = f"g{len(self.known)}"
             self.known.append(name)
+        if name not in self.model.groups and name in self.first:
+            group, _ = self.first[name]  # Redis has lost it: its trainer offers it again
         job = contract.job(
             name, group.size, policy=group.policy, restart=group.restart, max_staleness=0
         )
+        self.first.setdefault(name, (group, str(job.to_item()[2])))
         assert self.driver.enqueue(job) == [self.model.enqueue(name, group)]
 
     def enqueue(self) -> None:
@@ -138,6 +143,14 @@ class Interleaving(RuleBasedStateMachine):
                 name, trainer = self.one_of(self.model.pending.items())
             got = self.send(contract.ack(self.entries[name], name, trainer))
             assert got == self.model.ack(trainer, name)
+
+    def restate(self) -> None:
+        """Of any group that there ever was, also one that Redis has lost."""
+        name, trainer, acked = (
+            self.one_of(self.known), self.random.choice(TRAINERS), self.now_and_then()
+        )  # fmt: skip
+        got = self.send(contract.restate(name, self.first[name][1], trainer, acked=acked))
+        assert got == self.model.restate(trainer, name, acked=acked)
 
     def take_over(self) -> None:
         if self.model.pending:

@@ -21,7 +21,9 @@ from tests.integration import contract
 from tests.integration.contract import Driver, job
 from tests.proxy import Proxy
 
-_TIMES = re.compile(rb"(enqueued|started|finished|heartbeat|\d+:published)_at|last_reap|state_at|entry")
+_TIMES = re.compile(
+    rb"(enqueued|started|finished|heartbeat|\d+:published)_at|last_reap|state_at|entry"
+)
 
 
 def steady(driver: Driver) -> dict[str, Any]:
