@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from producer.batch import Batch
-from producer.contract.connection import Queue, split
+from producer.contract.connection import Call, Queue, split
 from producer.contract.errors import (
     InvalidSample,
     ResultsTimeout,
@@ -29,9 +29,7 @@ from producer.contract.errors import (
 )
 from producer.contract.keys import check_group_id, split_sample_id
 from producer.contract.messages import Job, Rollout, RolloutGroup
-from producer.contract.namesakes import Namesakes
 from producer.contract.sampling import SamplingParams
-from producer.contract.scripts import Argument
 from producer.contract.states import StalenessPolicy, UpdatePolicy, WeightState
 from producer.inbox import Entry, Inbox
 from producer.outbox import Outbox
@@ -90,8 +88,8 @@ class RolloutClient:
         self._published: dict[str, Any] = {}  # the last publication, to be made again if lost
         self._newest = 0  # the highest version this client knows of
         self._disruptions = 0
-        self._namesakes = Namesakes(f"consumer {consumer!r}; give each trainer its rank")
         self._queue.open()
+        self._inbox.recover()
 
     def __enter__(self) -> Self:
         return self
@@ -285,22 +283,16 @@ class RolloutClient:
         """What a waiting client does for the pool: reap, and bring back what Redis lost."""
         now = time.monotonic()
         if now >= self._next_reap:
-            mine = self._namesakes
-            attend: dict[str, Argument] = {
-                "consumer": self.consumer,
-                "nonce": mine.nonce,
-                "place": mine.place,
-            }
-            _, place = self._queue.call_many([("reap", {"limit": 256}, ()), ("attend", attend, ())])
-            mine.found(place)
+            calls: list[Call] = [("reap", {"limit": 256}, ()), self._inbox.attendance()]
+            self._inbox.attended(self._queue.call_many(calls)[1])
             self._next_reap = now + int(self._queue.config["lease_ms"]) / 5000
         if self._disruptions != self._queue.disruptions:
             self._disruptions = self._queue.disruptions
             self._inbox.recover()
             self._publish_again()
-            # Not before others could say what they took of it.
-            self._next_offer = now + self._inbox.unsettled
-        if now >= self._next_offer:
+            self._next_offer = now
+        # Not before others could say what they took of it.
+        if now >= self._next_offer and self._inbox.settled():
             lost = self._outbox.offer_again()
             # Also because there may be no room for all of it yet.
             self._next_offer = now + (_OFFER_AGAIN_SECONDS if lost else _OFFER_SECONDS)

@@ -18,9 +18,11 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from producer.contract.connection import Queue, split
+from producer.contract.connection import Call, Queue, split
 from producer.contract.keys import TRAINER_GROUP
 from producer.contract.messages import RolloutGroup
+from producer.contract.namesakes import Namesakes
+from producer.contract.scripts import Argument
 from producer.pipeline import read_all
 from producer.results import build_group, group_commands
 
@@ -28,11 +30,13 @@ from producer.results import build_group, group_commands
 _REMEMBERED = 100_000
 #: how old an ack may be that is restated, in seconds
 _RESTATED_SECONDS = 600.0
-#: how long nothing is read after Redis came back changed: the longest pause between two attempts
-#: of another client to reach it, and a second to restate what that one took
-SETTLE_SECONDS = 3.0
+#: how long nothing is read after Redis came back changed, at least: the longest pause between two
+#: attempts of another client to reach it, and a second; and at most, for those that are known
+#: and were not heard of: by then the socket of one that was cut off has timed out
+SETTLE_SECONDS = 3.0, 12.0
 
 _ADOPTED_A_CALL = 256
+_LOOK_SECONDS = 0.1
 
 #: stream entry, group id, size of the group
 Entry = tuple[str, str, int]
@@ -50,7 +54,9 @@ class Inbox:
         self._behind = True  # there may be entries that this consumer has, and never saw
         self._disruptions = 0
         self._state = b""  # what Redis held when it was looked at last
-        self._settled_at = 0.0
+        self._look_at = 0.0  # when to look again whether all have settled
+        self._settled = True
+        self._namesakes = Namesakes(f"consumer {consumer!r}; give each trainer its rank")
 
     def __len__(self) -> int:
         return len(self._in_hand)
@@ -72,14 +78,11 @@ class Inbox:
         held = {name.decode(): int(count) for name, count in pairs}
         return {name: count for name, count in held.items() if name != self._consumer}
 
-    @property
-    def unsettled(self) -> float:
-        """Seconds for which nothing is read yet, since Redis came back changed."""
-        return max(0.0, self._settled_at - time.monotonic())
-
-    def look_back(self) -> None:
-        """Have the next read look at the pending entries first."""
-        self._behind = True
+    def settled(self) -> bool:
+        """Whether all have restated what they took, since Redis came back changed."""
+        if not self._settled and time.monotonic() > self._look_at:
+            self.recover()
+        return self._settled
 
     def recover(self) -> None:
         """After a disruption: restate what was taken, if Redis holds another state than before.
@@ -89,30 +92,51 @@ class Inbox:
         """
         seen = self._queue.disruptions
         self._behind = True
-        state, age_ms, _ = self._restate([], acked=True)
-        if state != self._state:
+        while (
+            state := self.attended(self._queue.call_many([self.attendance()])[0])
+        ) != self._state:
             oldest = time.monotonic() - _RESTATED_SECONDS
             known = reversed(self._taken.items())
             self._restate([(g, digest) for g, (digest, at) in known if at > oldest], acked=True)
             self._state = state
-            self._settled_at = time.monotonic() + SETTLE_SECONDS - age_ms / 1000
         self._disruptions = seen
+
+    def attendance(self) -> Call:
+        """To be sent now and then, and its reply given to `attended`."""
+        mine = self._namesakes
+        scalars: dict[str, Argument] = {
+            "consumer": self._consumer,
+            "nonce": mine.nonce,
+            "place": mine.place,
+            "state": self._state,
+        }
+        return "attend", scalars, ()
+
+    def attended(self, reply: Any) -> bytes:
+        """Returns the name of the state that Redis is in."""
+        place, state, age_ms, behind = reply
+        self._namesakes.found(place)
+        least, most = SETTLE_SECONDS
+        self._settled = age_ms > (most if behind else least) * 1000
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        return bytes(state)
 
     def read(self, most: int, block_ms: int) -> list[Entry]:
         """Up to `most` entries of groups that are not in hand; waits for new ones only."""
         if self._disruptions != self._queue.disruptions:
             self.recover()
-        if self.unsettled:
-            time.sleep(min(self.unsettled, max(block_ms, 50) / 1000))
+        if not self.settled():
+            time.sleep(_LOOK_SECONDS)
             return []
         looked_back, reply = self._queue.retrying(lambda: self._read_once(most, block_ms))
         if self._disruptions != self._queue.disruptions:
             # Perhaps read from an older state. Whatever it was, it is pending now.
             self._behind = True
             return []
+        entries = _entries(reply)
         fresh: list[Entry] = []
         again: list[tuple[str, str]] = []
-        for entry, group_id, size in _entries(reply):
+        for entry, group_id, size in entries:
             if group_id in self._taken:
                 again.append((entry, group_id))
             elif group_id in self._in_hand:
@@ -123,6 +147,8 @@ class Inbox:
         self._ack(again)
         if looked_back and len(fresh) < most:
             self._behind = False
+        elif entries and not fresh:
+            return self.read(most, block_ms)  # there may be more behind what came again
         return fresh
 
     def put_back(self, entries: Sequence[Entry]) -> None:
@@ -162,7 +188,7 @@ class Inbox:
         while len(self._taken) > _REMEMBERED:
             self._taken.popitem(last=False)
         # Perhaps Redis forgot that these were read, or closed, or even submitted.
-        return sum(answers) + sum(self._restate(refused, acked=False)[2])
+        return sum(answers) + sum(self._restate(refused, acked=False))
 
     def adopt(self, consumer: str, idle_ms: int) -> tuple[int, int]:
         """Take over what `consumer` did not ack; returns the number, and ms since it read last."""
@@ -187,22 +213,17 @@ class Inbox:
             answers += self._queue.call("ack", piece, group=TRAINER_GROUP, consumer=self._consumer)
         return answers
 
-    def _restate(
-        self, items: Sequence[tuple[str, bytes]], *, acked: bool
-    ) -> tuple[bytes, int, list[int]]:
-        """State of Redis, its age in ms, and an answer an item."""
+    def _restate(self, items: Sequence[tuple[str, bytes]], *, acked: bool) -> list[int]:
         answers: list[int] = []
-        state, age = self._state, 0
-        for piece in list(split(items)) or ([[]] if acked else []):
-            state, age, more = self._queue.call(
+        for piece in split(items):
+            answers += self._queue.call(
                 "restate",
                 piece,
                 group=TRAINER_GROUP,
                 consumer=self._consumer,
                 acked=int(acked),
             )
-            answers += more
-        return state, age, answers
+        return answers
 
     def _read_once(self, most: int, block_ms: int) -> tuple[bool, Any]:
         """Whether it read the pending entries, and the reply."""

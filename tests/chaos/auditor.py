@@ -163,7 +163,7 @@ class Auditor:
             first.at <= r.killed_at + 1.0
             and first.acked_at >= r.copied_at - 1.0
             and again.at >= r.killed_at
-            and last_word < r.back_at + SETTLE_SECONDS
+            and last_word < r.back_at + SETTLE_SECONDS[1]
             for r in self._evidence.restores
         )
 
@@ -387,6 +387,7 @@ class Auditor:
             "proxy faults": sum(events[k] for k in ("cut", "delay", "hold", "drop-reply")),
             "redis kills": events["kill-redis"] + len(self._evidence.restores),
             "of them restored older": len(self._evidence.restores),
+            "acks restated": self._evidence.acks_restated,
             "clients killed, scripts flushed": events["kill-clients"] + events["flush-scripts"],
             "publications": len(self._publications),
             "versions, bad": f"{len(self._evidence.paths)}, {len(bad)}",

@@ -93,6 +93,7 @@ class Evidence:
     states: dict[int, set[str]] = field(default_factory=dict)
     crashes_of_actors: list[str] = field(default_factory=list)
     codes: Counter[str] = field(default_factory=Counter)
+    acks_restated: int = 0
     drained: bool = False
     stuck: str = ""
 
@@ -136,6 +137,7 @@ class Director:
             ],
         )
         self._later: list[tuple[float, Callable[[], None]]] = []
+        self._restated = 0
         self._watched: list[Recovery] = []
         self._troubled_until: dict[str, float] = {}  # link -> monotonic
         self._look_at = 0.0
@@ -402,6 +404,10 @@ class Director:
 
     def _look_at_weights(self) -> None:
         fields = self._asked(lambda: self.redis.hgetall(self._keys["weights"]))
+        said = self._asked(lambda: self.redis.hget(self._keys["stats"], "acks_restated"))
+        # Another restore takes the counter back, too.
+        self.evidence.acks_restated += max(0, int(cast(bytes, said or 0)) - self._restated)
+        self._restated = int(cast(bytes, said or 0))
         for name, value in fields.items() if isinstance(fields, dict) else ():
             version, _, what = name.decode().partition(":")
             if what == "path":

@@ -27,7 +27,7 @@ from producer.contract.manifest import MANIFEST
 from producer.weights import write_checkpoint
 from tests.chaos.work import LIMITS, QUEUE, TRAINERS, Publication, Slice, Work
 
-_BATCH = 24
+_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,8 +182,9 @@ def restate(
     return "restate", scalars, [(group, digest)]
 
 
-def attend(consumer: str = "t0", nonce: str = "n") -> Call:
-    return "attend", {"consumer": consumer, "nonce": nonce, "place": f"at {nonce}"}, []
+def attend(consumer: str = "t0", nonce: str = "n", state: str = "") -> Call:
+    scalars = {"consumer": consumer, "nonce": nonce, "place": f"at {nonce}", "state": state}
+    return "attend", scalars, []
 
 
 def adopt(consumer: str = "t1", gone: str = "t0", idle_ms: int = 0, limit: int = 256) -> Call:
@@ -338,9 +339,6 @@ def answer(call: Call, reply: Any) -> Any:
     name, _, items = call
     if name in ("checkpoint", "release", "finish", "fail", "renew"):
         reply = reply[2]
-    elif name == "restate":
-        (reply,) = reply[2]
-        return reply
     return reply[0] if len(items) == 1 and isinstance(reply, list) else reply
 
 

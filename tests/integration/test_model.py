@@ -40,7 +40,14 @@ WORKERS = ("a", "b")
 TRAINERS = ("t0", "t1")
 
 #: counters that other tests look at
-NOT_MODELLED = ("interrupted_", "restarted_le", "stale_le", "recomputed_tokens", "resumed")
+NOT_MODELLED = (
+    "acks_restated",
+    "interrupted_",
+    "restarted_le",
+    "stale_le",
+    "recomputed_tokens",
+    "resumed",
+)
 
 #: how often each move is tried
 MOVES = {

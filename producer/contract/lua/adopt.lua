@@ -1,9 +1,9 @@
 -- adopt: hand a trainer what another one took and did not ack.
--- KEYS: results
+-- KEYS: results trainers
 -- ARGV: group from consumer idle_ms limit |
 --   idle_ms: not if `from` read within so many ms; 0 takes it from a live one, too
 -- REPLY: {entries handed over, ms since `from` last read, or -1 where nobody has that name}
--- INVARIANT: an entry has one owner; a live consumer keeps its own.
+-- INVARIANT: an entry has one owner; a live consumer keeps its own; nobody waits for a gone one.
 local idle_ms = whole(A.idle_ms, 'idle_ms')
 local limit = math.min(whole(A.limit, 'limit'), 256)
 local idle = -1
@@ -19,6 +19,7 @@ end
 if idle < idle_ms then
   return {0, idle}
 end
+call('HDEL', K.trainers, A.from)
 local ids = {}
 for i, entry in ipairs(call('XPENDING', K.results, A.group, '-', '+', limit, A.from)) do
   ids[i] = entry[1]
