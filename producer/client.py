@@ -203,20 +203,14 @@ class RolloutClient:
         block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
         taken: list[Entry] = []
         say_at = time.monotonic() + _SAY_SECONDS
-        while True:
-            if len(taken) >= groups:
-                found = self._inbox.fetch(taken)
-                if len(found) == len(taken):
-                    return Batch(found, self.ack)
-                # The rest was taken before a Redis that came back older showed it again.
-                taken = [e for e in taken if e[1] in self._inbox]
+        while len(taken) < groups:
             self._tend()
             drained = not self._inbox.behind and not follow and self._drained()
             more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
             taken += more
             if drained and not more and not self._inbox.behind and not self._outbox.offer_again():
                 self._say_if_others_hold()
-                return Batch(self._inbox.fetch(taken), self.ack)
+                break
             if time.monotonic() >= say_at:
                 log.warning("waiting for %d groups: %s", groups, self._waiting_for())
                 say_at = time.monotonic() + _SAY_SECONDS
@@ -226,6 +220,7 @@ class RolloutClient:
                     f"{len(taken)} of {groups} groups closed within {timeout:.0f} s; "
                     f"{self._waiting_for()}"
                 )
+        return Batch(self._inbox.fetch(taken), self.ack)
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete delivered groups; returns how many were still this consumer's to take."""
@@ -234,28 +229,14 @@ class RolloutClient:
         return acked
 
     def adopt(self, consumer: str, *, idle: float = 600.0, force: bool = False) -> int:
-        """Take over the closed groups of a consumer that is gone for good; returns how many.
+        """Take over what a consumer that is gone for good had taken; returns how many groups.
 
-        They come with the next batches. What it still acks afterwards counts no more.
-
-        Args:
-            idle: it is taken for gone when it read nothing for so many seconds.
-            force: adopt although it read since.
+        They come with the next batches; what it still acks afterwards counts no more.
 
         Raises:
-            InvalidSample: it lives, or it is this client's own name.
+            InvalidSample: it read within `idle` seconds, so it may live, and `force` is False.
         """
-        if check_group_id(consumer, "consumer") == self.consumer:
-            raise InvalidSample(
-                f"consumer {consumer} is this client: its groups come by themselves"
-            )
-        adopted, idle_ms = self._inbox.adopt(consumer, 0 if force else max(1, int(idle * 1000)))
-        if not adopted and 0 <= idle_ms < idle * 1000 and not force:
-            raise InvalidSample(
-                f"consumer {consumer} read {idle_ms / 1000:.0f} s ago and may live; if it is gone "
-                "for good, adopt it with force=True or a smaller idle="
-            )
-        return adopted
+        return self._inbox.adopt(consumer, idle, force=force)
 
     def _drained(self) -> bool:
         keys = self._queue.keys

@@ -19,7 +19,8 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from producer.contract.connection import Call, Queue, split
-from producer.contract.keys import TRAINER_GROUP
+from producer.contract.errors import InvalidSample
+from producer.contract.keys import TRAINER_GROUP, check_group_id
 from producer.contract.messages import RolloutGroup
 from producer.contract.namesakes import Namesakes
 from producer.contract.scripts import Argument
@@ -60,9 +61,6 @@ class Inbox:
 
     def __len__(self) -> int:
         return len(self._in_hand)
-
-    def __contains__(self, group_id: str) -> bool:
-        return group_id in self._in_hand
 
     @property
     def behind(self) -> bool:
@@ -134,10 +132,11 @@ class Inbox:
             self._behind = True
             return []
         entries = _entries(reply)
+        gone = self._gone([g for _, g, _ in entries if g not in self._in_hand])
         fresh: list[Entry] = []
         again: list[tuple[str, str]] = []
         for entry, group_id, size in entries:
-            if group_id in self._taken:
+            if group_id in gone:
                 again.append((entry, group_id))
             elif group_id in self._in_hand:
                 self._in_hand[group_id] = entry
@@ -150,6 +149,12 @@ class Inbox:
         elif entries and not fresh:
             return self.read(most, block_ms)  # there may be more behind what came again
         return fresh
+
+    def _gone(self, group_ids: Sequence[str]) -> set[str]:
+        """Those that were taken, here or, before their entry was read, by somebody else."""
+        exists = read_all(self._queue, [("EXISTS", self._queue.keys.group(g)) for g in group_ids])
+        found = zip(group_ids, exists, strict=True)
+        return {g for g, there in found if not there or g in self._taken}
 
     def put_back(self, entries: Sequence[Entry]) -> None:
         """These were read and not shown: they stay pending, and are found again."""
@@ -190,22 +195,31 @@ class Inbox:
         # Perhaps Redis forgot that these were read, or closed, or even submitted.
         return sum(answers) + sum(self._restate(refused, acked=False))
 
-    def adopt(self, consumer: str, idle_ms: int) -> tuple[int, int]:
-        """Take over what `consumer` did not ack; returns the number, and ms since it read last."""
+    def adopt(self, consumer: str, idle: float, *, force: bool) -> int:
+        """See `RolloutClient.adopt`."""
+        if check_group_id(consumer, "consumer") == self._consumer:
+            raise InvalidSample(
+                f"consumer {consumer} is this client: its groups come by themselves"
+            )
         adopted = 0
         while True:
-            moved, idle = self._queue.call(
+            moved, idle_ms = self._queue.call(
                 "adopt",
                 **{"from": consumer},
                 group=TRAINER_GROUP,
                 consumer=self._consumer,
-                idle_ms=idle_ms,
+                idle_ms=0 if force else max(1, int(idle * 1000)),
                 limit=_ADOPTED_A_CALL,
             )
-            adopted += moved
+            if not force and 0 <= idle_ms < idle * 1000:
+                raise InvalidSample(
+                    f"consumer {consumer} read {idle_ms / 1000:.0f} s ago and may live; if it is "
+                    "gone for good, adopt it with force=True or a smaller idle="
+                )
+            adopted += int(moved)
             self._behind = True
             if moved < _ADOPTED_A_CALL:
-                return adopted, int(idle)
+                return adopted
 
     def _ack(self, items: Sequence[tuple[str, str]]) -> list[int]:
         answers: list[int] = []

@@ -29,7 +29,7 @@ SCRIPTS_OF = {
 }
 #: what a role sends itself, outside of scripts
 SENT_BY = {
-    "trainer": {"hgetall", "lrange", "xlen", "xreadgroup"}
+    "trainer": {"exists", "hgetall", "lrange", "xlen", "xreadgroup"}
     | {"zcard", "zrange", "zrevrange", "zscore"},
     "worker": {"hexists", "hmget", "lrange", "xread"},
 }
