@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 from numpy.typing import NDArray
 
 from producer.server import Prefer
-from tests.chaos.director import Plan
+from tests.chaos.auditor import Auditor
+from tests.chaos.board import Board
+from tests.chaos.board import read as read_board
+from tests.chaos.director import Evidence, Plan, Restore
 from tests.chaos.events import DECK, schedule
 from tests.chaos.run import run, table
 from tests.chaos.tokens import Flat
+from tests.chaos.trainer import Journal
 from tests.chaos.work import SIM, Work
 from workers import resume
 from workers.engines import sim_model
@@ -37,6 +43,47 @@ def test_the_same_seed_gives_the_same_events_and_work() -> None:
     assert {e.kind for e in events} == DECK.keys()
     assert Work(3).slice(5) == Work(3).slice(5)
     assert Work(3).slice(5) != Work(4).slice(5)
+
+
+def test_a_board_shows_the_newest_requests_of_a_process_that_is_gone(tmp_path: Path) -> None:
+    board = Board(tmp_path / "w.board")
+    for number in range(300):
+        board.note(f"g{number}/0-2-ab", 5)
+        board.note(f"g{number}/0-2-ab", number)
+
+    found = read_board(tmp_path / "w.board")
+
+    assert found[("g299/0", 2)] == 299
+    assert len(found) == 256
+    assert read_board(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("case", ["no restore", "taker lives", "taker died", "ack was kept"])
+def test_the_auditor_forgives_a_second_delivery_only_where_nobody_knew(
+    tmp_path: Path, case: str
+) -> None:
+    def say(rank: int, what: str, at: float, **facts: object) -> None:
+        with Journal(tmp_path, rank).lines.open("a") as log:
+            log.write(json.dumps({"what": what, "at": at, **facts}) + "\n")
+
+    for rank in (0, 1):
+        say(rank, "start", 0.0)
+        Journal(tmp_path, rank).arrays.touch()
+    say(0, "shown", 10.0, id="g000001")
+    say(0, "acked", 11.0, ids=["g000001"])
+    if case != "taker died":
+        say(0, "submit", 60.0, slice=0)
+    say(1, "shown", 20.0, id="g000001")
+    evidence = Evidence()
+    if case != "no restore":
+        evidence.restores = [Restore(12.5 if case == "ack was kept" else 10.5, 13.0, 13.5)]
+    auditor = Auditor(tmp_path, Work(1), evidence, redis.Redis())
+
+    verdicts = {v.name: v for v in auditor._twice()}
+
+    broken = verdicts["none twice by id"].broken
+    assert len(broken) == (0 if case == "taker died" else 1)
+    assert verdicts["none twice to a process"].broken == []
 
 
 def test_the_auditor_sees_one_wrong_token_label_or_logprob() -> None:

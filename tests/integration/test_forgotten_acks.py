@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from producer import RolloutClient
 from producer.contract.errors import ResultsTimeout
 from producer.contract.messages import Claim
+from producer.inbox import SETTLE_SECONDS
 from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.integration import contract
 from tests.integration.contract import Driver, job
@@ -201,6 +203,30 @@ async def test_a_trainer_that_starts_after_the_restore_waits_for_the_others(
     rest = await reading
 
     assert [g.id for g in taken] != [g.id for g in rest]
+
+
+async def test_a_trainer_that_is_cut_off_for_a_while_is_waited_for(
+    pool: Pool, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """Longer than the shortest wait: it is on the list, and has not said what it took."""
+    await pool.start(StepEngine(), name="a")
+    pool.submit(2)
+    one, two = pool.new_client(consumer="1"), pool.new_client(consumer="2")
+    await async_wait_until(lambda: pool.client.status().results == 2, "all are closed")
+    before = Snapshot(server, tmp_path / "before")
+    taken = await asyncio.to_thread(one.batch, 1)
+    taken.ack()
+
+    before.restore()
+    reading = asyncio.create_task(asyncio.to_thread(two.batch, 1))
+    until = time.monotonic() + SETTLE_SECONDS[0] + 1.0
+    await async_wait_until(lambda: time.monotonic() > until, "the shortest wait is over")
+    assert not reading.done()
+    pool.client._tend()
+    one._tend()
+    rest = await reading
+
+    assert sorted(g.id for g in [*taken, *rest]) == ["g0", "g1"]
 
 
 async def test_what_was_made_again_after_an_ack_is_taken_from_its_worker(
