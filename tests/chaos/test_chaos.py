@@ -53,8 +53,8 @@ def test_a_board_shows_the_newest_requests_of_a_process_that_is_gone(tmp_path: P
 
     found = read_board(tmp_path / "w.board")
 
+    assert sorted(found.values()) == list(range(44, 300))
     assert found[("g299/0", 2)] == 299
-    assert len(found) == 256
     assert read_board(tmp_path / "none") == {}
 
 

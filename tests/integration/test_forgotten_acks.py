@@ -79,6 +79,9 @@ def test_what_came_back_of_a_taken_group_is_removed(
 
     assert (driver.ready(), driver.leases(), driver.claim()) == ([], {}, [])
     assert (driver.group(), driver.sample("g/0"), driver.chunks("g/1")) == ({}, {}, [])
+    entries = 1 if build is unread else 0
+    assert driver.redis.xlen(driver.keys["results"]) == entries
+    assert driver.redis.xpending(driver.keys["results"], "trainer")["pending"] == 0
     for c in held:
         assert driver.send(contract.checkpoint(c, 3, 1)) == contract.LOST
         assert driver.send(contract.renew(c)) == contract.LOST
