@@ -134,6 +134,7 @@ class LeaseThread:
             ("last_error", state.last_error[:500]),
             ("host", socket.gethostname()),
             ("pid", os.getpid()),
+            *state.update_fields(),
         )
         current, last_good = self._queue.call("heartbeat", fields, worker=state.settings.name)
         self._on_loop(state.notice, current, last_good)

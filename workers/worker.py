@@ -27,7 +27,8 @@ from workers.leases import LeaseThread
 from workers.report import Reporter
 from workers.settings import WorkerSettings
 from workers.state import WorkerState
-from workers.updates import Updater, interrupt
+from workers.swap import interrupt
+from workers.updates import Updater
 
 log = logging.getLogger("rollq.worker")
 
@@ -128,7 +129,10 @@ class Worker:
         behind = state.version not in (state.current, state.last_good)
         if behind or not self._admission.is_open:
             return []
-        return await self._claimer.claim()
+        claimed = await self._claimer.claim()
+        if not claimed and not state.held:
+            state.found_nothing()
+        return claimed
 
     def _generate(self, held: Held) -> None:
         task = asyncio.create_task(generate(self._state, self._admission, self._reporter, held))

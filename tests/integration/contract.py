@@ -138,7 +138,12 @@ def reap(limit: int = 256) -> Call:
 
 
 def publish(
-    request: str | None = None, digest: str | None = None, *, force: bool = False, floor: int = 0
+    request: str | None = None,
+    digest: str | None = None,
+    *,
+    force: bool = False,
+    floor: int = 0,
+    max_updating: str = "50%",
 ) -> Call:
     """Without `request` and `digest`, a new call with new files."""
     name = request or f"p{next(_requests)}"
@@ -151,6 +156,7 @@ def publish(
             "step": 1,
             "policy": "requeue",
             "deadline_ms": 0,
+            "max_updating": max_updating,
             "force": int(force),
             "floor": floor,
         },
@@ -162,8 +168,16 @@ def confirm(version: int, worker: str = "w", error: str = "") -> Call:
     return "confirm", {"worker": worker, "version": version, "error": error}, []
 
 
-def heartbeat(worker: str = "w") -> Call:
-    return "heartbeat", {"worker": worker}, [("state", "serving"), ("in_flight", 0)]
+def turn(version: int, worker: str = "w", *, serves: int = 0, hold_ms: int = 60_000) -> Call:
+    return (
+        "turn",
+        {"worker": worker, "version": version, "serves": serves, "hold_ms": hold_ms},
+        [],
+    )
+
+
+def heartbeat(worker: str = "w", state: str = "serving") -> Call:
+    return "heartbeat", {"worker": worker}, [("state", state), ("in_flight", 0)]
 
 
 def leave(worker: str = "w") -> Call:

@@ -177,7 +177,7 @@ class StepEngine:
     def check(self, directory: Path) -> None:
         """Any weights do."""
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(self, directory: Path, version: int) -> float:
         await self.load_gate.wait()
         self._check_alive()
         self.loads.append(version)
@@ -185,6 +185,7 @@ class StepEngine:
             self.crash(f"version {version} is set to fail")
             raise WeightLoadError(f"version {version} is set to fail")
         self.version = version
+        return 0.0
 
     async def resume(self) -> None:
         self._check_alive()
