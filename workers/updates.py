@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from producer.contract.scripts import Argument
 from producer.contract.states import WeightState
 from workers.admission import Admission
 from workers.fetch import Fetcher, serves_nothing
@@ -44,6 +45,10 @@ class Updater:
     async def look(self) -> None:
         """Read the level itself."""
         await self._level.look()
+
+    async def say(self, **fields: Argument) -> None:
+        """At once, and not with the next heartbeat."""
+        await self._level.say(**fields)
 
     async def run(self) -> None:
         """Follow the level, for ever."""

@@ -76,6 +76,7 @@ class Worker:
             self._start(self._updater.listen())
             await self._updater.look()
             self._state.phase = "serving"
+            await self._updater.say(state="serving")
             log.info("worker %s serves queue %s", self._settings.name, self._settings.queue)
             await self._serve()
             await self._drain()
