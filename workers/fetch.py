@@ -51,6 +51,7 @@ class Fetcher:
         if not is_current:
             pause, quiet = most, 1
         while version == (state.current if is_current else state.last_good):
+            state.level_changed.clear()
             try:
                 return await self._unless_superseded(publication, is_current)
             except WeightsError as error:
@@ -66,7 +67,6 @@ class Fetcher:
                 if counts and is_current and serves_nothing(state):
                     self.unfetched = version
                     return None
-            state.level_changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await state.level_changed.wait()

@@ -27,7 +27,16 @@ async def two(pool: Pool, tokens: int = 3) -> tuple[list[StepEngine], list[Runni
         workers.append(await pool.start(engine, name="ab"[i], max_samples=1))
         pool.client.submit([[1, 2, 3]], SamplingParams(max_tokens=8), ids=[f"g{i}"])
         await pool.made(tokens, f"g{i}/0")
+    await all_say_that_they_serve(pool)
     return engines, workers
+
+
+async def all_say_that_they_serve(pool: Pool) -> None:
+    """A heartbeat may have been on its way as they came to."""
+    await async_wait_until(
+        lambda: [w.state for w in pool.client.status().workers] == ["serving"] * len(pool.workers),
+        "all say that they serve",
+    )
 
 
 async def first_and_other(workers: list[Running]) -> tuple[Running, Running]:
@@ -67,7 +76,9 @@ async def test_one_loads_while_the_other_generates(pool: Pool, driver: Driver) -
     for engine in engines:
         engine.load_gate.set()
     await pool.serving(1, *workers)
-    assert driver.redis.exists(driver.keys["turns"]) == 0
+    await async_wait_until(
+        lambda: driver.redis.exists(driver.keys["turns"]) == 0, "all turns are given back"
+    )
     assert [e.loads for e in engines] == [[1], [1]]
 
 
@@ -283,8 +294,9 @@ async def test_the_publisher_waits_for_all_that_live(pool: Pool) -> None:
 
 
 async def test_the_publisher_does_not_wait_for_one_that_leaves(pool: Pool, driver: Driver) -> None:
-    driver.send(heartbeat("idle"))
     worker = await pool.start(StepEngine(), name="a")
+    await all_say_that_they_serve(pool)
+    driver.send(heartbeat("idle"))
     publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all"))
     await async_wait_until(lambda: worker.state.version == 1, "a serves it")
     assert not publishing.done()
@@ -297,6 +309,7 @@ async def test_the_publisher_does_not_wait_for_one_that_leaves(pool: Pool, drive
 async def test_the_publisher_hears_each_worker_s_reason(pool: Pool) -> None:
     engines = [StepEngine(), StepEngine()]
     workers = [await pool.start(e, name=n) for e, n in zip(engines, "ab", strict=True)]
+    await all_say_that_they_serve(pool)
     for engine, words in zip(engines, ("no room", "no such tensor"), strict=True):
         engine.fail_loads = {1: words}
     with pytest.raises(WeightsRejected) as caught:
@@ -314,9 +327,7 @@ async def test_the_publisher_hears_who_failed_while_others_serve(pool: Pool) -> 
     shutil.copytree(pool.weights_dir, mirror)
     a = await pool.start(StepEngine(), name="a")
     await pool.start(StepEngine(), name="b", weights_dir=mirror, fetch_seconds=0)
-    await async_wait_until(
-        lambda: [status_of(pool, n) for n in "ab"] == ["serving"] * 2, "both say that they serve"
-    )
+    await all_say_that_they_serve(pool)
 
     with pytest.raises(WeightsRejected) as caught:
         await asyncio.to_thread(pool.publish, wait="all")
