@@ -121,6 +121,7 @@ def test_a_holder_that_left_died_or_is_late_has_no_turn(open_driver: OpenDriver)
     assert [granted(driver, w) for w in "bcd"] == [False, False, False]
 
     driver.send(contract.leave("a"))
+    assert not driver.redis.hexists(driver.keys["turns"], "a")
     assert granted(driver, "b")
     driver.redis.zadd(driver.keys["workers"], {"b": driver.now() - 15_001})
     assert granted(driver, "c")
