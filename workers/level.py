@@ -75,7 +75,7 @@ class Level:
         self._state.notice(current, last_good)
         return str(verdict.decode())
 
-    async def turn(self, version: int, hold_s: float) -> bool:
+    async def turn(self, version: int, hold_s: float, *, waits: bool = True) -> bool:
         """Ask for this worker's turn to load `version`; with 0 s give it back."""
         current, last_good, granted = await self._state.queue.call(
             "turn",
@@ -83,6 +83,7 @@ class Level:
             version=version,
             serves=self._state.version,
             hold_ms=int(1000 * hold_s),
+            waits=int(waits),
         )
         self._state.notice(current, last_good)
         return bool(granted)

@@ -36,10 +36,11 @@ class Turns:
         they follow on each other.
         """
         state, version = self._state, publication.version
-        while self._would_be_missed():
+        while True:
             self._freed = False
             self._known = True
-            if await self._level.turn(version, self._longest(publication)):
+            waits = self._would_be_missed()
+            if await self._level.turn(version, self._longest(publication), waits=waits):
                 return True
             await state.until(
                 lambda: (
@@ -53,8 +54,6 @@ class Turns:
             if state.current != version or state.stop.is_set():
                 await self.give_back(version)
                 return False
-        await self.give_back(version)
-        return True
 
     async def give_back(self, version: int) -> None:
         """The turn, or the place in the line."""

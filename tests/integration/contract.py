@@ -168,10 +168,18 @@ def confirm(version: int, worker: str = "w", error: str = "") -> Call:
     return "confirm", {"worker": worker, "version": version, "error": error}, []
 
 
-def turn(version: int, worker: str = "w", *, serves: int = 0, hold_ms: int = 60_000) -> Call:
+def turn(
+    version: int, worker: str = "w", *, serves: int = 0, hold_ms: int = 60_000, waits: int = 1
+) -> Call:
     return (
         "turn",
-        {"worker": worker, "version": version, "serves": serves, "hold_ms": hold_ms},
+        {
+            "worker": worker,
+            "version": version,
+            "serves": serves,
+            "hold_ms": hold_ms,
+            "waits": waits,
+        },
         [],
     )
 

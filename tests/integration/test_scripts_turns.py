@@ -142,6 +142,29 @@ def test_one_that_died_in_the_line_stands_in_nobody_s_way(driver: Driver) -> Non
     assert granted(driver, "c")
 
 
+def test_one_that_is_alive_and_asks_no_more_stands_in_nobody_s_way(driver: Driver) -> None:
+    pool(driver, "abc", "1")
+    assert [granted(driver, w) for w in "abc"] == [True, False, False]
+    *turn, _ = driver.redis.hget(driver.keys["turns"], "b").split()
+    seen = b"%d" % (driver.now() - 15_001)
+    driver.redis.hset(driver.keys["turns"], "b", b" ".join([*turn, seen]))
+    give_back(driver, "a")
+
+    assert granted(driver, "c")
+
+
+def test_one_that_nobody_misses_need_not_wait_and_the_others_wait_for_it(driver: Driver) -> None:
+    """Else those that do generate would stop while it cannot take their place."""
+    pool(driver, "abc", "1")
+
+    assert granted(driver, "a")
+    assert granted(driver, "b", waits=0)
+    give_back(driver, "a")
+    assert not granted(driver, "c")
+    give_back(driver, "b")
+    assert granted(driver, "c")
+
+
 def test_a_turn_counts_whatever_version_it_is_for(driver: Driver) -> None:
     pool(driver, "ab", "1")
     assert granted(driver, "a")
