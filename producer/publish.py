@@ -163,7 +163,7 @@ def _most(max_updating: float | None) -> str:
     if max_updating is None:
         return _HALF
     if isinstance(max_updating, float) and 0 < max_updating <= 1:
-        return f"{100 * max_updating:.6g}%"
+        return f"{100 * max_updating:.10g}%"
     try:
         if not isinstance(max_updating, bool) and operator.index(max_updating) > 0:  # type: ignore[arg-type]
             return str(operator.index(max_updating))  # type: ignore[arg-type]

@@ -93,8 +93,12 @@ class Fetcher:
             if not reading.done():
                 reading.cancel()
                 await asyncio.wait([reading])
-        self._gave_way = superseded()
-        return None if self._gave_way else reading.result()
+        self._gave_way = reading.cancelled() or superseded()
+        if not self._gave_way:
+            return reading.result()
+        if not reading.cancelled() and (error := reading.exception()):
+            log.info("version %d is not the newest any more: %s", version, error)
+        return None
 
     async def _verified(self, path: str) -> Path:
         root = self._state.settings.weights_dir
@@ -121,15 +125,18 @@ def _looked_at(root: Path, path: str) -> tuple[Path, Manifest]:
 async def _read(directory: Path, manifest: Manifest) -> None:
     """Read all files in a process of its own and compare their digests; ends with the task."""
     paths = [directory / name for name in manifest.files]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-I",
-        "-S",
-        digest.__file__,
-        *paths,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            digest.__file__,
+            *paths,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        raise WeightsError(f"cannot start a process that reads {directory}: {error}") from error
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -45,6 +45,7 @@ def notices(driver: Driver) -> int:
         ("abcde", "3", 3),
         ("abc", "7", 3),
         ("abcd", "100%", 4),
+        ("abcdef", "33.33333333%", 2),
         ("abcd", "10%", 1),
         ("abcd", "0.0001%", 1),
     ],
@@ -131,6 +132,15 @@ def test_a_holder_that_left_died_or_is_late_has_no_turn(open_driver: OpenDriver)
     assert granted(driver, "d")
 
     assert driver.redis.hkeys(driver.keys["turns"]) == [b"d"]
+
+
+def test_a_turn_is_not_inherited_by_one_that_starts_under_the_same_name(driver: Driver) -> None:
+    pool(driver, "ab", "1")
+    assert [granted(driver, w) for w in "ab"] == [True, False]
+
+    driver.send(heartbeat("a", state="starting"))
+
+    assert granted(driver, "b")
 
 
 def test_one_that_died_in_the_line_stands_in_nobody_s_way(driver: Driver) -> None:

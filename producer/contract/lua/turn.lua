@@ -18,10 +18,11 @@ local ttl = config('worker_ttl_ms')[1]
 local at = now()
 local current, good = level()
 
+-- one that starts generates nothing yet, and may have the name of one that died
 local live, working = {[A.worker] = true}, 0
 for _, name in ipairs(call('ZRANGEBYSCORE', K.workers, at - ttl, '+inf')) do
-  live[name] = true
   if call('HGET', K.worker .. name, 'state') ~= 'starting' then
+    live[name] = true
     working = working + 1
   end
 end
@@ -59,7 +60,7 @@ end
 
 local most = call('HGET', K.weights, text(version) .. ':max_updating') or '50%'
 local share = string.match(most, '^(.+)%%$')
-most = share and math.floor(working * tonumber(share) / 100) or tonumber(most)
+most = share and math.floor(working * tonumber(share) / 100 + 1e-6) or tonumber(most)
 local asked = mine and mine.asked or at
 local before = 0 -- those that have their turn, or get theirs first
 for _, turn in pairs(turns) do
