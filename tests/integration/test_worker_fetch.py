@@ -263,7 +263,7 @@ async def test_weights_of_another_model_are_refused_before_the_pause(pool: Pool)
     pool.submit()
     await pool.made(3)
     with pytest.raises(WeightsRejected, match=r"a: .* is not of step: missing lm_head\.weight$"):
-        await asyncio.to_thread(pool.publish, wait="all")
+        await asyncio.to_thread(pool.publish, wait="all", timeout=20)
 
     assert (engine.paused, worker.state.version) == ([], 0)
     engine.allow(5)

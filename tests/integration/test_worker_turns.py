@@ -281,7 +281,7 @@ async def test_the_publisher_waits_for_all_that_live(pool: Pool) -> None:
     engines, workers = await two(pool)
     for engine in engines:
         engine.plan = lambda r: None
-    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all"))
+    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all", timeout=20))
     await first_and_other(workers)
     assert not publishing.done()
     for engine in engines:
@@ -297,7 +297,7 @@ async def test_the_publisher_does_not_wait_for_one_that_leaves(pool: Pool, drive
     worker = await pool.start(StepEngine(), name="a")
     await all_say_that_they_serve(pool)
     driver.send(heartbeat("idle"))
-    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all"))
+    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all", timeout=20))
     await async_wait_until(lambda: worker.state.version == 1, "a serves it")
     assert not publishing.done()
 
@@ -313,7 +313,7 @@ async def test_the_publisher_hears_each_worker_s_reason(pool: Pool) -> None:
     for engine, words in zip(engines, ("no room", "no such tensor"), strict=True):
         engine.fail_loads = {1: words}
     with pytest.raises(WeightsRejected) as caught:
-        await asyncio.to_thread(pool.publish, wait="all")
+        await asyncio.to_thread(pool.publish, wait="all", timeout=20)
     for worker in workers:
         assert await worker.ended() == EXIT_FAILED
 
@@ -330,7 +330,7 @@ async def test_the_publisher_hears_who_failed_while_others_serve(pool: Pool) -> 
     await all_say_that_they_serve(pool)
 
     with pytest.raises(WeightsRejected) as caught:
-        await asyncio.to_thread(pool.publish, wait="all")
+        await asyncio.to_thread(pool.publish, wait="all", timeout=20)
     await pool.serving(1, a)
 
     path = mirror / pool.client.status().weights["1:path"] / "rollq-manifest.json"
@@ -338,6 +338,6 @@ async def test_the_publisher_hears_who_failed_while_others_serve(pool: Pool) -> 
     assert caught.value.reasons == {"b": reason}
     assert str(caught.value) == f"version 1 is on 1 workers and 1 could not load it: b: {reason}"
     # Where one is enough, one is enough.
-    assert await asyncio.to_thread(pool.publish, wait=1) == 2
+    assert await asyncio.to_thread(pool.publish, wait=1, timeout=20) == 2
     with pytest.raises(WeightsRejected, match="1 could not load it: b: "):
-        await asyncio.to_thread(pool.publish, wait=2)
+        await asyncio.to_thread(pool.publish, wait=2, timeout=20)
