@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -80,6 +81,7 @@ async def test_the_engine_generates_while_files_are_read(pool: Pool) -> None:
     await pool.made(5)
     assert (worker.state.phase, engine.paused) == ("serving", [])
     engine.plan = lambda r: None
+    reader.suspend()  # it cannot end by itself now
     version = pool.publish()
     await pool.serving(version, worker)
     rollout = await pool.one()
@@ -121,21 +123,36 @@ async def test_the_process_ends_with_its_worker(pool: Pool) -> None:
     await async_wait_until(lambda: not reader.is_running(), "it has ended")
 
 
-def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    child = subprocess.Popen(
-        [sys.executable, "-I", "-S", digest.__file__, tmp_path / "pipe"],
+@contextmanager
+def reader_of(*paths: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, once it runs."""
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", digest.__file__, *paths],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )
-    with child:
-        assert child.stdin is not None
+    ) as child:
         mine = psutil.Process().nice()
         wait_until(lambda: psutil.Process(child.pid).nice() > mine, "it runs")
-        child.send_signal(signal.SIGINT)  # as a Ctrl-C would, to the whole group
-        assert child.poll() is None
+        yield child
+
+
+def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with reader_of(tmp_path / "pipe") as child:
+        assert child.stdin is not None
         child.stdin.close()
         assert child.wait(10) == 1
+
+
+def test_the_process_goes_on_after_a_ctrl_c(tmp_path: Path) -> None:
+    """It goes to the whole process group; the worker decides."""
+    os.mkfifo(tmp_path / "pipe")
+    with reader_of(tmp_path / "pipe") as child:
+        child.send_signal(signal.SIGINT)
+        os.close(os.open(tmp_path / "pipe", os.O_WRONLY))
+        assert child.wait(10) == 0
+        assert child.stdout is not None
+        assert json.loads(child.stdout.read()) == [digest.file_digest(Path(os.devnull))]
 
 
 def test_the_process_says_each_file_s_digest_or_error(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ async def two(pool: Pool, tokens: int = 3) -> tuple[list[StepEngine], list[Runni
         engine.load_gate.clear()
     workers = []
     for i, engine in enumerate(engines):
-        workers.append(await pool.start(engine, name="ab"[i], max_samples=1))
+        name = "ab"[i]
+        workers.append(await pool.start(engine, name=name, max_samples=1, first_token_seconds=60))
         pool.client.submit([[1, 2, 3]], SamplingParams(max_tokens=8), ids=[f"g{i}"])
         await pool.made(tokens, f"g{i}/0")
     await all_say_that_they_serve(pool)
