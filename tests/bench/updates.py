@@ -59,7 +59,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         figures = _measure(options, Path(directory))
-    print(json.dumps(figures) if options.json else _table(figures))
+    sys.stdout.write((json.dumps(figures) if options.json else _table(figures)) + "\n")
 
 
 def _table(figures: dict[str, Any]) -> str:
