@@ -10,34 +10,37 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from producer.batch import Batch
 from producer.contract.connection import Call, Queue, split
-from producer.contract.errors import (
-    InvalidSample,
-    ResultsTimeout,
-    WeightsError,
-    WeightsRejected,
-)
+from producer.contract.errors import InvalidSample, ResultsTimeout
 from producer.contract.keys import check_group_id, split_sample_id
 from producer.contract.messages import Job, Rollout, RolloutGroup
 from producer.contract.sampling import SamplingParams
-from producer.contract.states import StalenessPolicy, UpdatePolicy, WeightState
+from producer.contract.states import StalenessPolicy, UpdatePolicy
 from producer.inbox import Entry, Inbox
 from producer.outbox import Outbox
 from producer.pipeline import read_all
 from producer.prompts import Prompt, make_jobs
+from producer.publish import (
+    Wait,
+    check_wait,
+    clean_up,
+    prepare,
+    rejected,
+    served,
+    wait_until,
+)
 from producer.results import build_rollout, sample_commands
 from producer.status import Status, build_status, status_commands, texts, worker_commands
-from producer.weights import remove_old, write_checkpoint
 
 log = logging.getLogger("rollq")
 
@@ -312,7 +315,10 @@ class RolloutClient:
         step: int = 0,
         policy: UpdatePolicy | str = UpdatePolicy.REQUEUE,
         deadline_s: float = 60.0,
+        max_updating: float | None = None,
         force: bool = False,
+        wait: Wait | None = None,
+        timeout: float = 600.0,
     ) -> int:
         """Publish weights to the pool; returns the version that Redis gave them.
 
@@ -323,35 +329,37 @@ class RolloutClient:
             policy: what becomes of samples in flight: `requeue` hands them back, `keep`
                 goes on in place under the new weights, `finish` lets them end, for at
                 most `deadline_s` seconds.
+            max_updating: how many workers may stop to load at once: a number, or a float
+                from 0 to 1 for a share of those that live, 1.0 for all; by default half of
+                them, and one in any case. The others go on generating meanwhile.
             force: make a new version although these files are the current ones.
+            wait: for so many workers, or "all" that live, to serve it, at most `timeout`
+                seconds. A worker that leaves is not waited for.
 
         Raises:
             WeightsError: no weights_dir is set, or these are no weights.
+            WeightsRejected: while waiting: workers could not load it; `reasons` has why.
+            ResultsTimeout: while waiting; says what each worker serves.
         """
-        if self.weights_dir is None:
-            raise WeightsError(
-                "no weights directory: give RolloutClient(weights_dir=...) or set "
-                "ROLLQ_WEIGHTS_DIR to a directory that the workers see, too"
-            )
-        if policy not in tuple(UpdatePolicy):
-            raise WeightsError(f"policy={policy!r} must be one of {', '.join(UpdatePolicy)}")
-        if not 0 <= deadline_s <= 86_400:
-            raise WeightsError(f"deadline_s={deadline_s} must be 0 to 86400 seconds")
-        step = operator.index(step)
+        check_wait(wait)
         queue = self._queue.keys.queue
-        path, digest = write_checkpoint(self.weights_dir, queue, weights, step)
-        publication: dict[str, Any] = {
-            "digest": digest,
-            "path": path,
-            "step": step,
-            "policy": str(policy),
-            "deadline_ms": int(deadline_s * 1000),
-        }
+        publication = prepare(
+            self.weights_dir,
+            queue,
+            weights,
+            step=step,
+            policy=policy,
+            deadline_s=deadline_s,
+            max_updating=max_updating,
+        )
         version = self._publish(publication, force)
         self._published = publication
-        status = self.status()
-        in_use = [v for w in status.workers for v in (w.version, w.loading)]
-        remove_old(self.weights_dir, queue, status.weights, in_use)
+        if self.weights_dir is not None:
+            clean_up(self.weights_dir, queue, self.status())
+        if wait is not None:
+            wait_until(
+                partial(served, version=version, wait=wait), self.status, version, wait, timeout
+            )
         return version
 
     def _publish(self, publication: dict[str, Any], force: bool) -> int:
@@ -374,26 +382,16 @@ class RolloutClient:
         """Wait until `workers` workers serve `version` or a newer one.
 
         Raises:
-            WeightsRejected: no worker could load it; carries a worker's reason.
+            WeightsRejected: no worker could load it; carries each worker's reason.
             ResultsTimeout: says what each worker serves.
         """
-        deadline = time.monotonic() + timeout
-        while True:
-            status = self.status()
-            if status.weights.get(f"{version}:state") == WeightState.BAD:
-                raise WeightsRejected(
-                    f"version {version} could not be loaded, the pool serves "
-                    f"{status.last_good}: {status.weights.get(f'{version}:error', '')}"
-                )
-            if sum(w.version >= version for w in status.workers) >= workers:
-                return
-            if time.monotonic() > deadline:
-                serving = ", ".join(f"{w.name}: {w.version} {w.last_error}" for w in status.workers)
-                raise ResultsTimeout(
-                    f"version {version} is not on {workers} workers after {timeout:.0f} s; "
-                    f"they serve {serving or 'nothing: no worker lives'}"
-                )
-            time.sleep(0.05)
+
+        def enough(status: Status) -> bool:
+            if error := rejected(status, version):
+                raise error
+            return sum(w.version >= version for w in status.workers) >= workers
+
+        wait_until(enough, self.status, version, workers, timeout)
 
     # watching
 

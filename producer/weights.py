@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from producer.contract.digest import file_digest
 from producer.contract.errors import WeightsError
-from producer.contract.manifest import MANIFEST, Manifest, file_digest
+from producer.contract.manifest import MANIFEST, Manifest
 
 _SHARD_BYTES = 4 * 1024**3
 _SPARED_SECONDS = 60.0

@@ -5,5 +5,6 @@ The way of a sample, by file:
     claim.py -> prompt.py -> resume.py -> generate.py -> report.py
     (claim)     (settle)     (budget)     (engine)       (checkpoint, release, finish)
 
-`updates.py` swaps weights under it, `leases.py` keeps it ours, `worker.py` holds it together.
+`updates.py` swaps weights under it (`fetch.py`, `turns.py`, `swap.py`), `leases.py` keeps it
+ours, `worker.py` holds it together.
 """

@@ -138,6 +138,7 @@ class LeaseThread:
             ("host", socket.gethostname()),
             ("pid", os.getpid()),
             ("nonce", self._namesakes.nonce),
+            *state.update_fields(),
         )
         current, last_good, other = self._queue.call(
             "heartbeat", fields, worker=state.settings.name

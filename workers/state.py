@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from producer.contract.connection import AsyncQueue
 from workers.engines.protocol import Engine
@@ -15,12 +16,37 @@ from workers.settings import WorkerSettings
 log = logging.getLogger("rollq.worker")
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateTimes:
+    """Seconds of one weight update; the engine makes no token but while admission closes.
+
+    Attributes:
+        close: until nobody is on the way into the engine, and each in it has made a token;
+            with the policy `finish` until all have ended.
+        pause: until the engine stands still and its last outputs are here.
+        load: of the weights. reset: caches dropped, the version read back.
+        resume: until the engine was told to go on.
+    """
+
+    close: float = 0.0
+    pause: float = 0.0
+    load: float = 0.0
+    reset: float = 0.0
+    resume: float = 0.0
+
+    @property
+    def idle(self) -> float:
+        """How long the engine made no token."""
+        return self.pause + self.load + self.reset + self.resume
+
+
 class WorkerState:
     """The samples held, the version served, and why the worker is to stop, if it is.
 
     Attributes:
         version: the weights that the engine serves; loading: those it is about to, or -1.
         interruption: the reason with which aborted samples are handed back.
+        updates, updates_failed: how many updates it made, and versions it could not load.
         moved: set whenever a token was made or a sample ended or left.
         free: set when a sample left or admission opened: time to claim.
     """
@@ -37,6 +63,12 @@ class WorkerState:
         self.interruption = "update"
         self.last_error = ""
         self.tokens = 0
+        self._tokens_before = 0
+        self._found_nothing = False
+        self.updates = 0
+        self.updates_failed = 0
+        self.update_times: UpdateTimes | None = None
+        self._failed_version = -1
         self.current = 0
         self.last_good = 0
         self.failure: str | None = None
@@ -52,6 +84,36 @@ class WorkerState:
             self.current, self.last_good = current, last_good
             self.level_changed.set()
             self.moved.set()
+
+    def update_failed(self, version: int) -> None:
+        """Once a version, however often it is tried."""
+        self.updates_failed += version != self._failed_version
+        self._failed_version = version
+
+    def update_fields(self) -> list[tuple[str, int]]:
+        """What the worker's hash says of its updates; times are those of the last one, in ms."""
+        counts = [("updates", self.updates), ("updates_failed", self.updates_failed)]
+        times = self.update_times
+        if times is None:
+            return counts
+        parts = [(f.name, getattr(times, f.name)) for f in fields(times)]
+        return counts + [
+            (f"update_{name}_ms", round(1000 * seconds))
+            for name, seconds in [("idle", times.idle), *parts]
+        ]
+
+    def resumes(self) -> None:
+        self._tokens_before, self._found_nothing = self.tokens, False
+
+    def found_nothing(self) -> None:
+        """To do: it holds no sample, and got none."""
+        self._found_nothing = True
+        self.moved.set()
+
+    @property
+    def worked(self) -> bool:
+        """It made a token, or found nothing to do, since it resumed after an update."""
+        return self.tokens > self._tokens_before or self._found_nothing
 
     def give_up(self, reason: str) -> None:
         """The worker cannot go on: hand everything back and end. The first reason counts."""
@@ -84,8 +146,8 @@ class WorkerState:
         # A copy: the lease thread looks, too.
         return [h for h in self.held.copy().values() if h.request_id and h.outcome is None]
 
-    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until `condition`, looked at whenever something moved; False at the time-out."""
+    async def until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
+        """Wait until `condition`, looked at whenever something moved; False if time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition():

@@ -27,7 +27,8 @@ from workers.leases import LeaseThread
 from workers.report import Reporter
 from workers.settings import WorkerSettings
 from workers.state import WorkerState
-from workers.updates import Updater, interrupt
+from workers.swap import interrupt
+from workers.updates import Updater
 
 log = logging.getLogger("rollq.worker")
 
@@ -75,6 +76,7 @@ class Worker:
             self._start(self._updater.listen())
             await self._updater.look()
             self._state.phase = "serving"
+            await self._updater.say(state="serving")
             log.info("worker %s serves queue %s", self._settings.name, self._settings.queue)
             await self._serve()
             await self._drain()
@@ -128,7 +130,10 @@ class Worker:
         behind = state.version not in (state.current, state.last_good)
         if behind or not self._admission.is_open:
             return []
-        return await self._claimer.claim()
+        claimed = await self._claimer.claim()
+        if not claimed and not state.held:
+            state.found_nothing()
+        return claimed
 
     def _generate(self, held: Held) -> None:
         task = asyncio.create_task(generate(self._state, self._admission, self._reporter, held))

@@ -10,7 +10,7 @@
     ├── ResultsTimeout        no group closed within the time asked for
     ├── WeightsError          a publication that is wrong in itself
     │   ├── WeightsMissing    files that are not to be seen here, or not yet
-    │   └── WeightsRejected   no worker could load it; the pool serves the last good version
+    │   └── WeightsRejected   workers could not load it; says each one's reason
     └── EngineError           the engine under a worker
         ├── WeightLoadError   a load failed: the engine must not serve
         └── EngineDead        its processes are gone
@@ -19,6 +19,8 @@ Each message names the thing and says what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class RollqError(Exception):
@@ -62,7 +64,18 @@ class WeightsMissing(WeightsError):
 
 
 class WeightsRejected(WeightsError):
-    """No worker could load a publication; the pool serves the last good version."""
+    """A publication that workers could not load; a pool where none could serves the last good.
+
+    Attributes:
+        version: the publication. reasons: why not, by the name of each worker.
+    """
+
+    def __init__(
+        self, message: str, version: int = -1, reasons: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.version = version
+        self.reasons = dict(reasons or {})
 
 
 class EngineError(RollqError):

@@ -63,6 +63,7 @@ NAMES = {
     "dead": "dead",  # zset: dead-lettered sample id -> when, ms
     "weights": "weights",  # hash: the versions, `current` and `last_good`
     "updates": "updates",  # stream: an entry a publication, only a hint
+    "turns": "turns",  # hash: worker name -> its turn to load, or its place in the line
     "workers": "workers",  # zset: worker name -> last heartbeat, ms
     "worker": "worker:",  # hash with TTL a worker: what it says of itself
     "trainers": "trainers",  # hash: consumer -> nonce and place of its client

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from producer.contract.digest import file_digest
 from producer.contract.errors import WeightsError, WeightsMissing
 
 MANIFEST = "rollq-manifest.json"
@@ -57,28 +58,36 @@ class Manifest:
             raise WeightsError(f"{path} names no files")
         return cls(files)
 
-    def verify(self, directory: Path) -> None:
-        """Read every file and compare; also warms the page cache.
+    def check_sizes(self, directory: Path) -> None:
+        """Raises WeightsError: a file is missing or of another size. Reads none."""
+        for name, (size, _) in self.files.items():
+            path = directory / name
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise _missing(path, error) from error
+            if found != size:
+                raise WeightsError(f"{path} has {found} bytes, its manifest says {size}")
+
+    def verify(self, directory: Path, digest: Callable[[Path], str] = file_digest) -> None:
+        """Compare sizes, and each file's digest, as `digest` says it, or by reading it.
 
         Raises:
             WeightsError: a file is missing, of another size, or of another digest.
         """
-        for name, (size, digest) in self.files.items():
+        self.check_sizes(directory)
+        for name, (_, wanted) in self.files.items():
             path = directory / name
             try:
-                found = path.stat().st_size
-                if found != size:
-                    raise WeightsError(f"{path} has {found} bytes, its manifest says {size}")
-                if file_digest(path) != digest:
-                    raise WeightsError(f"{path} does not have the digest of its manifest")
+                found = digest(path)
             except OSError as error:
-                raise WeightsMissing(f"{path} cannot be read: {error.strerror or error}") from error
+                raise _missing(path, error) from error
+            if found != wanted:
+                raise WeightsError(f"{path} does not have the digest of its manifest")
 
 
-def file_digest(path: Path) -> str:
-    """blake2b of a file's bytes, 32 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def _missing(path: Path, error: OSError) -> WeightsMissing:
+    return WeightsMissing(f"{path} cannot be read: {error.strerror or error}")
 
 
 def confined(root: Path, relative: str) -> Path:

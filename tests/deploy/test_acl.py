@@ -25,7 +25,7 @@ SCRIPTS = {"evalsha", "script|load", "info"}
 SCRIPTS_OF = {
     "trainer": "configure enqueue cancel reap publish ack restate attend adopt drop",
     "worker": "configure claim prompt checkpoint renew release finish fail reap confirm heartbeat"
-    " leave",
+    " leave turn",
 }
 #: what a role sends itself, outside of scripts
 SENT_BY = {

@@ -169,15 +169,24 @@ def test_each_token_carries_the_version_whose_weights_computed_it(pool: Pool) ->
     assert min(_logprob_error(pool, r, v) for r, v in zip(several, shifted, strict=True)) > 0.1
 
 
-def test_weights_of_another_shape_are_refused_and_the_pool_goes_on(pool: Pool) -> None:
+def test_weights_of_another_model_are_refused_and_the_pool_goes_on(pool: Pool) -> None:
+    """Before anything is paused: every worker says what is wrong, and generates on."""
     good = pool.client.status().current
     pool.client.wait_for_version(good, workers=2)
     ids = pool.client.submit(PROMPTS, GREEDY)
-    narrow = {name: value[:32] for name, value in pool.weights[0].items()}
+    head = "model.embed_tokens.weight"
+    narrow = dict(pool.weights[0]) | {head: pool.weights[0][head][:, :32]}
+    incomplete = {name: value for name, value in pool.weights[0].items() if name != head}
 
-    version = pool.client.publish_weights(narrow)
-    with pytest.raises(WeightsRejected, match=r"wrong shape .*weight of shape \(32, 64\)"):
-        pool.client.wait_for_version(version, timeout=60)
+    for weights, words in (
+        (narrow, f"wrong shape {head} of shape (60, 32) for (60, 64)"),
+        (incomplete, f"missing {head}"),
+    ):
+        with pytest.raises(WeightsRejected) as caught:
+            pool.client.publish_weights(weights, wait="all", timeout=60)
+        path = pool.client.status().weights[f"{caught.value.version}:path"]
+        said = f"{pool.directory / 'weights' / path} is not of {pool.directory / 'model'}: {words}"
+        assert caught.value.reasons == {"one": said, "two": said}
 
     status = pool.client.status()
     assert (status.current, status.last_good) == (good, good)

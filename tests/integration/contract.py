@@ -138,7 +138,12 @@ def reap(limit: int = 256) -> Call:
 
 
 def publish(
-    request: str | None = None, digest: str | None = None, *, force: bool = False, floor: int = 0
+    request: str | None = None,
+    digest: str | None = None,
+    *,
+    force: bool = False,
+    floor: int = 0,
+    max_updating: str = "50%",
 ) -> Call:
     """Without `request` and `digest`, a new call with new files."""
     name = request or f"p{next(_requests)}"
@@ -151,6 +156,7 @@ def publish(
             "step": 1,
             "policy": "requeue",
             "deadline_ms": 0,
+            "max_updating": max_updating,
             "force": int(force),
             "floor": floor,
         },
@@ -162,8 +168,24 @@ def confirm(version: int, worker: str = "w", error: str = "") -> Call:
     return "confirm", {"worker": worker, "version": version, "error": error}, []
 
 
-def heartbeat(worker: str = "w", nonce: str = "n") -> Call:
-    fields = [("state", "serving"), ("in_flight", 0), ("nonce", nonce)]
+def turn(
+    version: int, worker: str = "w", *, serves: int = 0, hold_ms: int = 60_000, waits: int = 1
+) -> Call:
+    return (
+        "turn",
+        {
+            "worker": worker,
+            "version": version,
+            "serves": serves,
+            "hold_ms": hold_ms,
+            "waits": waits,
+        },
+        [],
+    )
+
+
+def heartbeat(worker: str = "w", state: str = "serving", nonce: str = "n") -> Call:
+    fields = [("state", state), ("in_flight", 0), ("nonce", nonce)]
     return "heartbeat", {"worker": worker}, fields
 
 

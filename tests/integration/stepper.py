@@ -78,7 +78,7 @@ class StepEngine:
         self.encode_gate = asyncio.Event()
         self.at_pause: Callable[[], None] = lambda: None
         self.refuse: dict[str, str] = {}
-        self.fail_loads: set[int] = set()
+        self.fail_loads: set[int] | dict[int, str] = set()
         self.template: Callable[[Any], NDArray[np.int32]] = lambda prompt: sim_model.encode(
             prompt if isinstance(prompt, str) else sim_model.chat_text(prompt), 512
         )
@@ -177,14 +177,17 @@ class StepEngine:
     def check(self, directory: Path) -> None:
         """Any weights do."""
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(self, directory: Path, version: int) -> float:
         await self.load_gate.wait()
         self._check_alive()
         self.loads.append(version)
         if version in self.fail_loads:
-            self.crash(f"version {version} is set to fail")
-            raise WeightLoadError(f"version {version} is set to fail")
+            reasons = self.fail_loads if isinstance(self.fail_loads, dict) else {}
+            reason = reasons.get(version, f"version {version} is set to fail")
+            self.crash(reason)
+            raise WeightLoadError(reason)
         self.version = version
+        return 0.0
 
     async def resume(self) -> None:
         self._check_alive()

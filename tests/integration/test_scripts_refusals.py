@@ -110,6 +110,7 @@ def bad_scalars(c: Claim, entry: str) -> Iterator[tuple[Call, str]]:
         (contract.reap(), ("limit",)),
         (contract.publish(), ("floor", "step", "deadline_ms")),
         (contract.confirm(1), ("version",)),
+        (contract.turn(1), ("version", "serves", "hold_ms", "waits")),
     ):
         for name in names:
             for n in BAD_NUMBERS:
@@ -118,6 +119,9 @@ def bad_scalars(c: Claim, entry: str) -> Iterator[tuple[Call, str]]:
         change(contract.publish(), policy="pray"),
         "policy must be requeue, keep or finish, not pray",
     )
+    for most in ("0", "-1", "", "1.5", "half", "%"):
+        words = f"max_updating must be a number or a percentage, not {most}"
+        yield change(contract.publish(), max_updating=most), words
     yield contract.fail(c, "whim"), "kind must be error or crash, not whim"
     configure: Call = ("configure", {"schema": "2", "incarnation": "x", "group": "g"}, [])
     yield configure, "this queue has schema 1, this program speaks 2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from producer.contract.messages import Claim
+from producer.publish import failures
 from tests.integration import contract
 from tests.integration.conftest import OpenDriver
 from tests.integration.contract import LOST, Driver, confirm, heartbeat, job, publish
@@ -105,12 +106,48 @@ def test_a_version_is_bad_when_every_live_worker_failed(driver: Driver) -> None:
         assert driver.send(confirm(2, worker, "digest differs")) == [2, 1, b"new"]
     assert driver.send(confirm(2, "c", "digest differs")) == [1, 1, b"bad"]
     assert driver.weights()["2:error"] == "c: digest differs"
+    assert failed(driver, 2) == dict.fromkeys("abc", "digest differs")
     assert level(driver) == [1, 1]
     assert driver.redis.xlen(driver.keys["updates"]) == 3, "the fall back is told as well"
     assert driver.send(confirm(2, "a")) == [1, 1, b"bad"]
 
     assert driver.send(publish()) == [3, 1], "the next good one is taken"
     assert driver.send(confirm(3, "a")) == [3, 3, b"good"]
+
+
+def test_each_worker_s_reason_is_kept_until_it_serves_the_version(driver: Driver) -> None:
+    """Also when others made it good already: one of them may still wait for its files."""
+    driver.send(publish())
+    for worker in "ab":
+        driver.send(heartbeat(worker))
+    driver.send(confirm(1, "a", 'no "file"\n'))
+    driver.send(confirm(1, "b"))
+    driver.send(confirm(1, "c", "x" * 1000))
+    assert failed(driver, 1) == {"a": 'no "file"\n', "c": "x" * 500}
+
+    driver.send(confirm(1, "a"))
+    assert failed(driver, 1) == {"c": "x" * 500}
+
+
+def test_reasons_do_not_grow_without_end(driver: Driver) -> None:
+    """Workers that start under new names, and fail, again and again."""
+    driver.send(publish())
+    driver.send(confirm(1))
+    for i in range(100):
+        driver.send(confirm(1, f"w{i}", "reason"))
+    assert len(failed(driver, 1)) == 64
+
+    for worker in range(100):
+        driver.send(heartbeat(f"live-{worker}"))
+    driver.send(publish())
+    for i in range(199):
+        assert driver.send(confirm(2, f"w{i}", "reason"))[2] == b"new"
+    assert driver.send(confirm(2, "w199", "reason"))[2] == b"bad", "twice as many as live"
+    assert sum(bool(reason) for reason in failed(driver, 2).values()) == 64
+
+
+def failed(driver: Driver, version: int) -> dict[str, str]:
+    return failures(driver.weights(), version)
 
 
 def test_a_worker_that_left_or_died_has_no_vote(open_driver: OpenDriver) -> None:

@@ -34,6 +34,8 @@ def steady(driver: Driver) -> dict[str, Any]:
     for key, (content, expires) in dump.items():
         if key == keys["trainers"]:
             content = sorted(content)
+        elif key == keys["turns"]:
+            content = {name: turn.startswith(b"0 ") for name, turn in content.items()}
         elif isinstance(content, dict):
             content = {k: v for k, v in content.items() if not _TIMES.fullmatch(k)}
         elif key in (keys["leases"], keys["workers"], keys["dead"]):
@@ -161,6 +163,8 @@ STATES: list[Callable[[Driver], Scene]] = [
     closed,
     then(closed, "acked", lambda s: contract.ack(s.entry)),
     proven,
+    then(proven, "in turn", lambda s: contract.turn(2), lambda s: contract.turn(2, "v")),
+    then(proven, "in the line", lambda s: contract.turn(2, "v"), lambda s: contract.turn(2)),
     then(proven, "bad", lambda s: contract.confirm(2, "v", "x"), lambda s: contract.confirm(2)),
 ]
 
@@ -198,6 +202,8 @@ def calls(scene: Scene) -> Iterator[tuple[str, Call]]:
     for version in (1, 2):
         yield f"confirm {version}", contract.confirm(version)
         yield f"fail to load {version}", contract.confirm(version, "w", "digest")
+    yield "turn", contract.turn(2)
+    yield "turn given back", contract.turn(2, hold_ms=0)
     yield "heartbeat", contract.heartbeat("w")
     yield "leave", contract.leave("w")
     yield "ack", contract.ack(scene.entry, "g")
@@ -272,6 +278,7 @@ EFFECTS: dict[str, Callable[[Driver], Scene]] = {
     "publish": proven,
     "confirm 1": too_old("allow"),
     "fail to load 1": too_old("allow"),
+    "turn": proven,
     "heartbeat": leased,
     "leave": leased,
     "ack": closed,

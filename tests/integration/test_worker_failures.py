@@ -147,6 +147,7 @@ async def test_a_path_outside_the_weights_directory_is_not_read(pool: Pool, driv
         step=0,
         policy="requeue",
         deadline_ms=0,
+        max_updating="50%",
         force=0,
         floor=0,
     )

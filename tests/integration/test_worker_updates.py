@@ -283,7 +283,7 @@ async def test_wait_for_version_counts_workers(pool: Pool) -> None:
     engines[1].load_gate.clear()
     for engine, name in zip(engines, ("a", "b"), strict=True):
         await pool.start(engine, name=name)
-    version = pool.publish()
+    version = pool.publish(max_updating=1.0)
 
     await wait_for(pool.client, version)
     with pytest.raises(ResultsTimeout, match=r"not on 2 workers.*b: 0"):

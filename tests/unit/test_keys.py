@@ -26,6 +26,7 @@ KEYS = {
     "dead": "rollq:{grpo}:dead",
     "weights": "rollq:{grpo}:weights",
     "updates": "rollq:{grpo}:updates",
+    "turns": "rollq:{grpo}:turns",
     "workers": "rollq:{grpo}:workers",
     "worker": "rollq:{grpo}:worker:",
     "trainers": "rollq:{grpo}:trainers",

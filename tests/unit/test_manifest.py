@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from producer.contract.digest import file_digest
 from producer.contract.errors import WeightsError
-from producer.contract.manifest import MANIFEST, Manifest, confined, file_digest
+from producer.contract.manifest import MANIFEST, Manifest, confined
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_the_library_is_read_whole() -> None:
 def test_a_script_an_operation() -> None:
     assert set(SCRIPTS) == {
         "enqueue", "claim", "checkpoint", "release", "finish", "fail", "cancel", "reap", "renew",
-        "prompt", "publish", "confirm", "heartbeat", "leave", "ack", "configure", "drop",
+        "prompt", "publish", "confirm", "heartbeat", "leave", "ack", "configure", "drop", "turn",
         "restate", "attend", "adopt",
     }  # fmt: skip
     assert set(SCRIPTS) == set(TEXTS)

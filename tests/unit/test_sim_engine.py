@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from producer.contract.digest import file_digest
 from producer.contract.errors import EngineDead, InvalidSample, WeightLoadError
-from producer.contract.manifest import Manifest, file_digest
+from producer.contract.manifest import Manifest
 from tests.engine_contract import *  # noqa: F403 - its tests
 from tests.engine_contract import (
     CHECKPOINT_TOKENS,

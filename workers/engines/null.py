@@ -60,8 +60,9 @@ class NullEngine:
     def check(self, directory: Path) -> None:
         """Any weights do."""
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(self, directory: Path, version: int) -> float:
         self._version = version
+        return 0.0
 
     async def resume(self) -> None:
         """Nothing was stopped."""

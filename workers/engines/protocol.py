@@ -123,10 +123,11 @@ class Engine(Protocol):
             WeightsError: naming the tensors that are missing, unknown or of another shape.
         """
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(self, directory: Path, version: int) -> float:
         """Load weights while paused, drop every cache, and serve them as `version`.
 
-        Reads the version back from the engine before it returns.
+        Reads the version back from the engine before it returns; returns the seconds that
+        this and the caches took.
 
         Raises:
             WeightLoadError: the weights may be half loaded: the engine must not serve.

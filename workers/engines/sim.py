@@ -216,7 +216,7 @@ class SimEngine:
     def check(self, directory: Path) -> None:
         """Any weights are a hash's."""
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(self, directory: Path, version: int) -> float:
         await self._answer()
         if not self._paused:
             raise WeightLoadError(f"cannot load {directory} while stepping: pause first")
@@ -229,6 +229,7 @@ class SimEngine:
             self._dead = f"version {version} did not load from {directory}: {reason}"
             raise WeightLoadError(self._dead)
         self._batch.set_version(version)
+        return 0.0
 
     async def resume(self) -> None:
         await self._answer()

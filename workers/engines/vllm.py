@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import multiprocessing
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -200,7 +201,7 @@ class VllmEngine:
         except ValueError as error:
             raise WeightsError(f"{directory} is not of {self.info.model}: {error}") from error
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(self, directory: Path, version: int) -> float:
         self._check_alive()
         if self._stepping.is_set():
             raise WeightLoadError(f"cannot load {directory} while stepping: pause first")
@@ -213,6 +214,7 @@ class VllmEngine:
                 WeightTransferUpdateRequest(update_info={"directory": str(directory)})
             )
             await llm.finish_weight_update(str(version))
+            loaded = time.monotonic()
             await llm.reset_prefix_cache(reset_running_requests=True)
             seen = await llm.get_weight_version()
             if seen != str(version):
@@ -221,6 +223,7 @@ class VllmEngine:
             self._stepping.set()
             self._dead = f"version {version} did not load from {directory}: {error}"
             raise WeightLoadError(self._dead) from error
+        return time.monotonic() - loaded
 
     async def encode(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
         self._check_alive()

@@ -1,0 +1,175 @@
+"""Publishing: from weights to a version in the pool, and what the workers made of it.
+
+`prepare` writes the files and says what the script `publish` is to be told; `served` reads off
+a pool's status whether to wait on. Neither talks to Redis; the clients do.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from producer.contract.errors import ResultsTimeout, WeightsError, WeightsRejected
+from producer.contract.states import UpdatePolicy, WeightState
+from producer.status import Status
+from producer.weights import remove_old, write_checkpoint
+
+#: how many workers are to serve a version
+Wait = int | Literal["all"]
+
+_LOOK_SECONDS = 0.05
+_HALF = "50%"
+
+
+def prepare(
+    root: Path | None,
+    queue: str,
+    weights: Any,
+    *,
+    step: int,
+    policy: UpdatePolicy | str,
+    deadline_s: float,
+    max_updating: float | None,
+) -> dict[str, Any]:
+    """Check everything, write the files, and return what describes the publication.
+
+    Raises:
+        WeightsError: no weights directory, a wrong option, or what is no weights.
+    """
+    if root is None:
+        raise WeightsError(
+            "no weights directory: give RolloutClient(weights_dir=...) or set "
+            "ROLLQ_WEIGHTS_DIR to a directory that the workers see, too"
+        )
+    if policy not in tuple(UpdatePolicy):
+        raise WeightsError(f"policy={policy!r} must be one of {', '.join(UpdatePolicy)}")
+    if not 0 <= deadline_s <= 86_400:
+        raise WeightsError(f"deadline_s={deadline_s} must be 0 to 86400 seconds")
+    most = _most(max_updating)
+    step = operator.index(step)
+    path, digest = write_checkpoint(root, queue, weights, step)
+    return {
+        "digest": digest,
+        "path": path,
+        "step": step,
+        "policy": str(policy),
+        "deadline_ms": int(deadline_s * 1000),
+        "max_updating": most,
+    }
+
+
+def check_wait(wait: Wait | None) -> None:
+    """Raises WeightsError: neither None, "all" nor a number of workers."""
+    if wait is None or wait == "all":
+        return
+    try:
+        if not isinstance(wait, bool) and operator.index(wait) > 0:
+            return
+    except TypeError:
+        pass
+    raise WeightsError(f"wait={wait!r} must be a number of workers from 1, or 'all'")
+
+
+def clean_up(root: Path, queue: str, status: Status) -> None:
+    """Remove old files that no worker serves or loads."""
+    in_use = [v for w in status.workers for v in (w.version, w.loading)]
+    remove_old(root, queue, status.weights, in_use)
+
+
+def failures(level: Mapping[str, str], version: int) -> dict[str, str]:
+    """Worker -> why it could not load the version."""
+    failed: dict[str, str] = json.loads(level.get(f"{version}:failed", "{}"))
+    return failed
+
+
+def rejected(status: Status, version: int) -> WeightsRejected | None:
+    """The error, if the pool has given the version up."""
+    if status.weights.get(f"{version}:state") != WeightState.BAD:
+        return None
+    return WeightsRejected(
+        f"version {version} could not be loaded, the pool serves {status.last_good}: "
+        + status.weights.get(f"{version}:error", ""),
+        version,
+        failures(status.weights, version),
+    )
+
+
+def served(status: Status, version: int, wait: Wait) -> bool:
+    """Do so many workers serve the version, or a newer one?
+
+    "all" are those that live and are through with their start, and at least one.
+
+    Raises:
+        WeightsRejected: so many never will, or with "all" some could not load it; not before
+            each worker has said what became of it.
+    """
+    if error := rejected(status, version):
+        raise error
+    serving = {w.name for w in status.workers if w.version >= version}
+    failed = {
+        name: reason
+        for name, reason in failures(status.weights, version).items()
+        if name not in serving
+    }
+    undecided = [w for w in status.workers if w.name not in serving and w.name not in failed]
+    if wait == "all":
+        if any(w.state != "starting" for w in undecided) or not (serving or failed):
+            return False
+    elif len(serving) >= wait:
+        return True
+    elif len(serving) + len(undecided) >= wait:
+        return False
+    if failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
+        raise WeightsRejected(
+            f"version {version} is on {len(serving)} workers and {len(failed)} could not load "
+            f"it: {reasons}",
+            version,
+            failed,
+        )
+    return wait == "all"
+
+
+def wait_until(
+    enough: Callable[[Status], bool],
+    look: Callable[[], Status],
+    version: int,
+    wait: Wait,
+    timeout: float,
+) -> None:
+    """Look until it is enough. Raises what `enough` raises, or ResultsTimeout."""
+    deadline = time.monotonic() + timeout
+    while not enough(status := look()):
+        if time.monotonic() > deadline:
+            raise not_served(status, version, wait, timeout)
+        time.sleep(_LOOK_SECONDS)
+
+
+def not_served(status: Status, version: int, wait: Wait, timeout: float) -> ResultsTimeout:
+    """The error of a wait that took too long."""
+    serving = ", ".join(f"{w.name}: {w.version} {w.last_error}" for w in status.workers)
+    return ResultsTimeout(
+        f"version {version} is not on {wait} workers after {timeout:.0f} s; "
+        f"they serve {serving or 'nothing: no worker lives'}"
+    )
+
+
+def _most(max_updating: float | None) -> str:
+    """As the script `publish` takes it: `2`, or `50%` of the workers that live."""
+    if max_updating is None:
+        return _HALF
+    if isinstance(max_updating, float) and 0 < max_updating <= 1:
+        return f"{100 * max_updating:.10g}%"
+    try:
+        if not isinstance(max_updating, bool) and operator.index(max_updating) > 0:  # type: ignore[arg-type]
+            return str(operator.index(max_updating))  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise WeightsError(
+        f"max_updating={max_updating!r} must be a number of workers from 1, or a share of them: "
+        "a float above 0, up to 1.0 for all at once"
+    )

@@ -1,0 +1,160 @@
+"""Fetching: published files, verified and in the page cache, while the engine generates.
+
+Every byte is read by a process of its own (`producer/contract/digest.py`), one an update: it
+starts in 20 ms, a thread would hold up the event loop, and ending it is all it takes to stop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+from producer.contract import digest
+from producer.contract.errors import WeightsError, WeightsMissing
+from producer.contract.manifest import Manifest, confined
+from producer.contract.states import WeightState
+from workers.level import Level, Publication
+from workers.state import WorkerState, log
+
+#: seconds between attempts to fetch, doubling from the first to the second
+_FETCH_AGAIN = (0.2, 10.0)
+#: attempts before a failed fetch is reported; network file systems show files late
+_QUIET_FETCHES = 3
+
+
+class Fetcher:
+    """Fetches one publication at a time.
+
+    `unfetched` is a current version whose files do not come, while this worker, just started,
+    may serve nothing that it has: the last good one is to be tried instead.
+    """
+
+    def __init__(self, state: WorkerState, level: Level) -> None:
+        self._state = state
+        self._level = level
+        self.unfetched = -1
+        self._gave_way = False  # the last fetch was ended for a newer version
+
+    async def fetch(self, publication: Publication) -> Path | None:
+        """A verified directory; None when a newer version came, or this one is given up, or the
+        other of the current and the last good one is to be tried."""
+        state, version = self._state, publication.version
+        pause, most = _FETCH_AGAIN
+        quiet = _QUIET_FETCHES
+        failures = 0
+        missing_until = time.monotonic() + state.settings.fetch_seconds
+        is_current = version == state.current
+        if not is_current:
+            pause, quiet = most, 1
+        while version == (state.current if is_current else state.last_good):
+            state.level_changed.clear()
+            try:
+                return await self._unless_superseded(publication, is_current)
+            except WeightsError as error:
+                failures += 1
+                late = isinstance(error, WeightsMissing) and time.monotonic() < missing_until
+                words = f"version {version}: {error}"
+                if words != state.last_error:
+                    log.warning("cannot fetch %s; trying again", words)
+                state.last_error = words
+                counts = failures >= quiet and not late
+                if counts and await self._level.confirm(version, str(error)) == WeightState.BAD:
+                    return None
+                if counts and is_current and serves_nothing(state):
+                    self.unfetched = version
+                    return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await state.level_changed.wait()
+            if not is_current:
+                self.unfetched = -1
+                return None
+            pause = min(most, pause * 2)
+        return None
+
+    async def _unless_superseded(self, publication: Publication, is_current: bool) -> Path | None:
+        """A newer version ends the reading, but never twice on end: publications that come
+        faster than files can be read would keep a worker at old weights for ever."""
+        state, version = self._state, publication.version
+        insists = self._gave_way
+
+        def superseded() -> bool:
+            return not insists and version != (state.current if is_current else state.last_good)
+
+        reading = asyncio.ensure_future(self._verified(publication.path))
+        reading.add_done_callback(lambda _: state.moved.set())
+        try:
+            await state.until(lambda: reading.done() or superseded(), None)
+        finally:
+            if not reading.done():
+                reading.cancel()
+                await asyncio.wait([reading])
+        self._gave_way = reading.cancelled() or superseded()
+        if not self._gave_way:
+            return reading.result()
+        if not reading.cancelled() and (error := reading.exception()):
+            log.info("version %d is not the newest any more: %s", version, error)
+        return None
+
+    async def _verified(self, path: str) -> Path:
+        root = self._state.settings.weights_dir
+        if root is None:
+            raise WeightsError("this worker has no --weights-dir, so it cannot load any weights")
+        directory, manifest = await asyncio.to_thread(_looked_at, root, path)
+        await _read(directory, manifest)
+        await asyncio.to_thread(self._state.engine.check, directory)
+        return directory
+
+
+def serves_nothing(state: WorkerState) -> bool:
+    """Just started, with older weights than those that samples may be made with."""
+    return state.version < state.last_good
+
+
+def _looked_at(root: Path, path: str) -> tuple[Path, Manifest]:
+    directory = confined(root, path)
+    manifest = Manifest.read(directory)
+    manifest.check_sizes(directory)
+    return directory, manifest
+
+
+async def _read(directory: Path, manifest: Manifest) -> None:
+    """Read all files in a process of its own and compare their digests; ends with the task."""
+    paths = [directory / name for name in manifest.files]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            digest.__file__,
+            *paths,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        raise WeightsError(f"cannot start a process that reads {directory}: {error}") from error
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        output = await process.stdout.read()
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        process.stdin.close()
+    if code:
+        raise WeightsError(f"the process that reads {directory} ended with {code}; see its log")
+    found = dict(zip(paths, json.loads(output), strict=True))
+
+    def said(path: Path) -> str:
+        answer = found[path]
+        if isinstance(answer, dict):
+            raise OSError(answer["errno"], answer["error"])
+        return str(answer)
+
+    await asyncio.to_thread(manifest.verify, directory, said)
