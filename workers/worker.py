@@ -18,6 +18,7 @@ from typing import Any
 
 from producer.contract.connection import AsyncQueue
 from producer.contract.errors import EngineError, RollqError
+from producer.contract.rewards import Dispatcher
 from workers.admission import Admission
 from workers.claim import Claimer
 from workers.engines.protocol import Engine
@@ -33,6 +34,8 @@ log = logging.getLogger("rollq.worker")
 
 #: seconds between claims while nothing waits, doubling from the first to the second
 _IDLE = (0.05, 0.5)
+#: seconds between looks for closed groups that nobody grades
+_GRADE_SECONDS = 1.0
 #: exit codes
 EXIT_OK, EXIT_FAILED, EXIT_STOOD_STILL = 0, 1, 3
 
@@ -73,6 +76,7 @@ class Worker:
             self._start(self._reporter.run())
             self._start(self._updater.run())
             self._start(self._updater.listen())
+            self._start(self._see_to_grading())
             await self._updater.look()
             self._state.phase = "serving"
             log.info("worker %s serves queue %s", self._settings.name, self._settings.queue)
@@ -161,6 +165,14 @@ class Worker:
         except EngineError as error:
             state.give_up(f"the engine failed while draining: {error}")
             await self._reporter.flush()
+
+    async def _see_to_grading(self) -> None:
+        """Have RQ jobs made for closed groups, also while no trainer waits for them."""
+        dispatcher = Dispatcher(self._settings.url, self._settings.queue)
+        while not dispatcher.refused:
+            if due := await self._queue.call("due", limit=256):
+                await asyncio.to_thread(dispatcher.send, due)
+            await asyncio.sleep(_GRADE_SECONDS)
 
     # the process
 

@@ -38,6 +38,8 @@ DEFAULTS: Mapping[str, int] = {
     "max_ready": 100_000,
     "max_results": 10_000,
     "max_crashes": 3,
+    "grade_ms": 60_000,
+    "max_grades": 3,
     "tombstone_ms": 24 * 3600 * 1000,
     "worker_ttl_ms": 15_000,
 }

@@ -32,7 +32,7 @@ def steady(driver: Driver) -> dict[str, Any]:
     for key, (content, expires) in dump.items():
         if isinstance(content, dict):
             content = {k: v for k, v in content.items() if not _TIMES.fullmatch(k)}
-        elif key in (keys["leases"], keys["workers"], keys["dead"]):
+        elif key in (keys["leases"], keys["workers"], keys["dead"], keys["grading"]):
             content = sorted(member for member, _ in content)
         elif key in (keys["results"], keys["updates"]):
             content = [fields for _, fields in content]
@@ -51,6 +51,7 @@ class Scene:
     held: Claim
     tokens: int = 0
     entry: str = "1-1"
+    digest: str = "none"
 
 
 def claim(driver: Driver, request: str, **options: Any) -> Claim:
@@ -128,6 +129,23 @@ def closed(driver: Driver) -> Scene:
     return scene
 
 
+def closed_for_grading(driver: Driver) -> Scene:
+    """Closed, with a reward function; its first attempt has begun."""
+    driver.enqueue(job("g", reward="m:f"), job("next", 2))
+    held = driver.claim_one(request="first")
+    driver.complete(held, tokens=2)
+    scene = Scene(driver, held, held, 2, digest=driver.group("g")["digest"])
+    driver.send(contract.due())
+    driver.send(contract.grade("g", scene.digest, "r1"))
+    return scene
+
+
+def waits_for_grading(driver: Driver) -> Scene:
+    scene = closed_for_grading(driver)
+    driver.redis.zadd(driver.keys["grading"], {"g": 1})
+    return scene
+
+
 dead = then(crashed_twice, "dead", lambda s: contract.fail(s.held, "crash"))
 
 
@@ -157,6 +175,9 @@ STATES: list[Callable[[Driver], Scene]] = [
     closed,
     then(closed, "acked", lambda s: contract.ack(s.entry)),
     proven,
+    closed_for_grading,
+    waits_for_grading,
+    then(closed_for_grading, "graded", lambda s: contract.graded("g", s.digest, 1, [0.5])),
     then(proven, "bad", lambda s: contract.confirm(2, "v", "x"), lambda s: contract.confirm(2)),
 ]
 
@@ -198,6 +219,12 @@ def calls(scene: Scene) -> Iterator[tuple[str, Call]]:
     yield "leave", contract.leave("w")
     yield "ack", contract.ack(scene.entry, "g")
     yield "drop", ("drop", {}, [("g/0", "g")])
+    yield "due", contract.due()
+    yield "grade", contract.grade("g", scene.digest, "r2")
+    yield "grade again", contract.grade("g", scene.digest, "r1")
+    yield "graded", contract.graded("g", scene.digest, 1, [1.0])
+    yield "graded with an error", contract.graded("g", scene.digest, 1, error="x")
+    yield "graded with the last error", contract.graded("g", scene.digest, 1, error="x", final=True)
     yield "configure", scene.driver.queue._configure()
 
 
@@ -211,6 +238,8 @@ def agree(name: str, first: Any, second: Any) -> bool:
         return bool(second == contract.LOST)
     if name == "reap":
         return bool(second == [0, 0])
+    if name == "due":
+        return bool(second == [])
     return bool(first == second)
 
 
@@ -262,6 +291,10 @@ EFFECTS: dict[str, Callable[[Driver], Scene]] = {
     "leave": leased,
     "ack": closed,
     "drop": dead,
+    "due": waits_for_grading,
+    "grade": closed_for_grading,
+    "graded": closed_for_grading,
+    "graded with an error": closed_for_grading,
     "configure": leased,
 }
 
@@ -272,7 +305,9 @@ def undisturbed(driver: Driver, name: str) -> tuple[Any, dict[str, Any], Call]:
     before = steady(driver)
     reply = driver.send(call)
     after = steady(driver)
-    assert after != before or name in ("renew", "heartbeat", "configure"), f"{name} did nothing"
+    assert after != before or name in ("renew", "heartbeat", "configure", "due"), (
+        f"{name} did nothing"
+    )
     return reply, after, dict(calls(fresh(driver, EFFECTS[name])))[name]
 
 

@@ -51,6 +51,7 @@ def test_a_script_an_operation() -> None:
     assert set(SCRIPTS) == {
         "enqueue", "claim", "checkpoint", "release", "finish", "fail", "cancel", "reap", "renew",
         "prompt", "publish", "confirm", "heartbeat", "leave", "ack", "configure", "drop",
+        "due", "grade", "graded",
     }  # fmt: skip
     assert set(SCRIPTS) == set(TEXTS)
 
