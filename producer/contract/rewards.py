@@ -141,7 +141,8 @@ class _Job:
         group, digest, attempts, reward, limit_ms = due
         self._group, self._digest = group.decode(), digest.decode()
         self._queue, self._reward = queue, reward.decode()
-        self._seconds = math.ceil(limit_ms / 1000)
+        # RQ's alarm comes surely after the limit, so that who catches it is found out.
+        self._seconds = math.ceil(limit_ms / 1000) + 1
         what = hashlib.blake2b(f"{queue} {self._group} {self._digest}".encode(), digest_size=8)
         readable = re.sub(r"[^A-Za-z0-9_-]", "-", self._group)[:64]
         self.id = f"{readable}-{what.hexdigest()}-{attempts + 1}"
