@@ -10,6 +10,7 @@ from collections.abc import Callable
 from producer.contract.connection import AsyncQueue
 from workers.engines.protocol import Engine
 from workers.held import Held
+from workers.meter import Meter
 from workers.settings import WorkerSettings
 
 log = logging.getLogger("rollq.worker")
@@ -37,6 +38,7 @@ class WorkerState:
         self.interruption = "update"
         self.last_error = ""
         self.tokens = 0
+        self.meter = Meter()
         self.current = 0
         self.last_good = 0
         self.failure: str | None = None
@@ -74,6 +76,7 @@ class WorkerState:
             return
         log.info("sample %s is no longer ours: reaped, cancelled or delivered already", held.id)
         held.lost = True
+        self.meter.lose(held)
         self.drop(held)
         if held.request_id and held.outcome is None:
             abort = asyncio.ensure_future(self.engine.abort([held.request_id]))

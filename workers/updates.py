@@ -54,6 +54,7 @@ class Updater:
         self._state = state
         self._admission = admission
         self._reporter = reporter
+        self._paused = 0.0
         self._unfetched = -1  # a current version whose files do not come: serve the last good one
 
     async def listen(self) -> None:
@@ -208,6 +209,7 @@ class Updater:
             await state.engine.load(directory, publication.version)
             state.version = publication.version
             await state.engine.resume()
+            state.meter.update_idle.observe(time.monotonic() - self._paused)
         except WeightLoadError as error:
             for held in state.in_engine():
                 held.outcome = Outcome("release", "failure")
@@ -249,6 +251,7 @@ class Updater:
             state.settings.first_token_seconds,
         )
         if publication.policy == UpdatePolicy.KEEP:
+            self._paused = time.monotonic()
             await state.engine.pause("keep")
             return True
         if publication.policy == UpdatePolicy.FINISH:
@@ -258,6 +261,7 @@ class Updater:
             )
             if state.current != newest:
                 return False
+        self._paused = time.monotonic()
         await interrupt(state, self._reporter, "update")
         return True
 

@@ -23,6 +23,7 @@ from workers.admission import Admission
 from workers.claim import Claimer
 from workers.engines.protocol import Engine
 from workers.generate import generate
+from workers.health import Health
 from workers.held import Held
 from workers.leases import LeaseThread
 from workers.report import Reporter
@@ -69,7 +70,10 @@ class Worker:
         await self._queue.open()
         leases = LeaseThread(self._state, self._stand_still)
         self._start(leases.tick())
+        probes = Health(self._state, leases, self._claimer.room).probes()
         leases.start()
+        if probes:
+            probes.start()
         self._handle_signals()
         try:
             await self._engine.start()
@@ -85,6 +89,8 @@ class Worker:
         finally:
             # First, for the thread watches over a loop that ticks.
             await asyncio.to_thread(leases.stop)
+            if probes:
+                await asyncio.to_thread(probes.stop)
             await _cancel(self._tasks | self._samples)
             await self._engine.shutdown()
             await self._queue.close()

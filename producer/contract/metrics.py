@@ -40,7 +40,9 @@ def _histogram(name: str, help: str, *buckets: float) -> Metric:
 WORKER_INFO = _gauge(
     "worker_info", "Always 1; who this worker is.", "queue", "worker", "model", "version"
 )
-WORKER_SERVING = _gauge("worker_serving", "1 while it claims and generates, as /readyz says.")
+WORKER_SERVING = _gauge(
+    "worker_serving", "1 once it takes samples and until it drains, as /readyz says."
+)
 WORKER_SAMPLES = _counter(
     "worker_samples",
     "Samples that ended here, by finish_reason: stop, length or error.",

@@ -71,11 +71,10 @@ def start_rq(redis_url: str, tmp_path: Path) -> Iterator[StartRq]:
     started: list[RqWorker] = []
 
     def start(*, url: str = "", modules: str = FUNCTIONS) -> Process:
-        env = {**os.environ, "ROLLQ_REDIS_URL": redis_url, "ROLLQ_REWARD_MODULES": modules}
-        if url:
-            env["ROLLQ_REWARDS_URL"] = url
-        options = ("--url", url or redis_url, "--serializer", "producer.rewards.Serializer")
-        command = rq("worker", *options, RQ_QUEUE)
+        env = {**os.environ, "ROLLQ_REDIS_URL": redis_url, "ROLLQ_QUEUE": QUEUE}
+        env |= {"ROLLQ_REWARD_MODULES": modules} | ({"ROLLQ_REWARDS_URL": url} if url else {})
+        options = "-c producer.rewards.settings --serializer producer.rewards.Serializer"
+        command = rq("worker", *options.split())
         started.append(RqWorker(command, tmp_path / f"rq-{len(started)}.log", env))
         return started[-1]
 

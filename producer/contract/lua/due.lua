@@ -8,16 +8,16 @@ local limit = math.min(whole(A.limit, 'limit'), 256)
 local c = config('lease_ms', 'grade_ms', 'max_grades')
 local at = now()
 local due = {}
-for _, group in ipairs(call('ZRANGEBYSCORE', K.grading, '-inf', at, 'LIMIT', 0, limit)) do
-  local g = call('HMGET', K.group .. group, 'digest', 'grades', 'reward')
+for _, id in ipairs(call('ZRANGEBYSCORE', K.grading, '-inf', at, 'LIMIT', 0, limit)) do
+  local g = call('HMGET', K.group .. id, 'digest', 'grades', 'reward')
   local attempts = tonumber(g[2] or 0)
   if not g[1] then
-    call('ZREM', K.grading, group)
+    call('ZREM', K.grading, id)
   elseif attempts >= c[3] then
-    never_ended(group, attempts)
+    never_ended(id, attempts)
   else
-    call('ZADD', K.grading, at + c[1], group)
-    due[#due + 1] = {group, g[1], attempts, g[3], c[2]}
+    call('ZADD', K.grading, at + c[1], id)
+    due[#due + 1] = {id, g[1], attempts, g[3], c[2]}
   end
 end
 return due
