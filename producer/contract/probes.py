@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from producer.contract.errors import InvalidSample, RollqError
@@ -77,6 +78,11 @@ def _verdict(why_not: str) -> tuple[int, str, bytes]:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer would ask the DNS for this host's name, which can take long.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "rollq", int(self.server_address[1])
 
 
 class _Handler(BaseHTTPRequestHandler):
