@@ -22,8 +22,9 @@ from typing import Any, Literal, Self
 from producer.batch import Batch
 from producer.contract.connection import Call, Queue, split
 from producer.contract.errors import InvalidSample, ResultsTimeout
-from producer.contract.keys import check_group_id, split_sample_id
+from producer.contract.keys import check_group_id, rewards_queue, split_sample_id
 from producer.contract.messages import Job, Rollout, RolloutGroup
+from producer.contract.rewards import Dispatcher
 from producer.contract.sampling import SamplingParams
 from producer.contract.states import StalenessPolicy, UpdatePolicy
 from producer.inbox import Entry, Inbox
@@ -50,6 +51,8 @@ _OFFER_SECONDS = 30.0
 _OFFER_AGAIN_SECONDS = 1.0
 #: seconds between words to a trainer that waits in vain
 _SAY_SECONDS = 30.0
+#: seconds between looks for closed groups that nobody grades
+_GRADE_SECONDS = 0.25
 #: milliseconds; well below the socket's time-out
 _BLOCK_MS = 500
 
@@ -87,7 +90,8 @@ class RolloutClient:
         self._queue = Queue(url, queue, limits=limits, patience=patience)
         self._outbox = Outbox(self._queue)
         self._inbox = Inbox(self._queue, self.consumer)
-        self._next_reap = self._next_offer = 0.0
+        self._graders = Dispatcher(url, queue)
+        self._next_reap = self._next_offer = self._next_grading = 0.0
         self._published: dict[str, Any] = {}  # the last publication, to be made again if lost
         self._newest = 0  # the highest version this client knows of
         self._disruptions = 0
@@ -106,6 +110,7 @@ class RolloutClient:
         self.close()
 
     def close(self) -> None:
+        self._graders.close()
         self._queue.close()
 
     # submit
@@ -120,6 +125,7 @@ class RolloutClient:
         max_staleness: int | None = None,
         staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
         allow_restart: bool = False,
+        reward: str | None = None,
         block: bool = True,
     ) -> list[str]:
         """Enqueue one group a prompt; returns the group ids, in order.
@@ -127,6 +133,8 @@ class RolloutClient:
         Enqueuing the same job under the same id again changes nothing, also after it was
         delivered. A list is checked whole before anything is enqueued; any other iterable
         is read as it is sent. See `producer.prompts.make_jobs` for what a prompt may be.
+        With a `reward` function a group is delivered when it is graded, or with the grader's
+        error as `group.reward_error`.
 
         Raises:
             InvalidSample: naming the prompt and what is wrong with it.
@@ -145,6 +153,7 @@ class RolloutClient:
             max_staleness=max_staleness,
             staleness_policy=staleness_policy,
             allow_restart=allow_restart,
+            reward=reward,
         )
         if isinstance(prompts, Sequence):
             jobs = list(jobs)
@@ -243,16 +252,23 @@ class RolloutClient:
 
     def _drained(self) -> bool:
         keys = self._queue.keys
-        ready, leased = read_all(self._queue, [("ZCARD", keys["ready"]), ("ZCARD", keys["leases"])])
-        return not ready and not leased
+        # In the order that samples pass them, so that none is missed between two reads.
+        names = ("ready", "leases", "grading")
+        return not any(read_all(self._queue, [("ZCARD", keys[name]) for name in names]))
 
     def _waiting_for(self) -> str:
         status = self.status()
         return (
             f"{status.ready} samples wait, {status.leased} are with workers, "
             f"{len(status.workers)} workers live, weights are at version {status.current}"
-            f"{self._held_by_others()}"
+            f"{self._ungraded(status)}{self._held_by_others()}"
         )
+
+    def _ungraded(self, status: Status) -> str:
+        if not status.grading:
+            return ""
+        rq = f"rq worker ... {rewards_queue(self._queue.keys.queue)}"
+        return f"; {status.grading} closed groups wait for their rewards from `{rq}`"
 
     def _held_by_others(self) -> str:
         held = self._inbox.held_by_others()
@@ -270,6 +286,10 @@ class RolloutClient:
             calls: list[Call] = [("reap", {"limit": 256}, ()), self._inbox.attendance()]
             self._inbox.attended(self._queue.call_many(calls)[1])
             self._next_reap = now + int(self._queue.config["lease_ms"]) / 5000
+        if now >= self._next_grading and not self._graders.refused:
+            if due := self._queue.call("due", limit=256):
+                self._graders.send(due)
+            self._next_grading = now + _GRADE_SECONDS
         if self._disruptions != self._queue.disruptions:
             self._disruptions = self._queue.disruptions
             self._inbox.recover()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numbers
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from producer.contract.errors import InvalidSample
 from producer.contract.keys import check_group_id
 from producer.contract.messages import Job, Messages
+from producer.contract.rewards import check_reward
 from producer.contract.sampling import SamplingParams
 from producer.contract.states import StalenessPolicy
 
@@ -35,6 +37,7 @@ def make_jobs(
     max_staleness: int | None = None,
     staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
     allow_restart: bool = False,
+    reward: str | None = None,
 ) -> Iterator[Job]:
     """A job for each prompt, lazily.
 
@@ -46,6 +49,8 @@ def make_jobs(
         metadata: any plain values, one a prompt, returned untouched with the group.
         allow_restart: accept parameters that an interrupted sample cannot carry over
             (`SamplingParams.stateful`); such samples start again after an interruption.
+        reward: the function that grades each group, `package.module:function`; it runs in
+            `rq worker` processes that allow its module.
 
     Raises:
         InvalidSample: naming the prompt's position and what is wrong.
@@ -66,6 +71,8 @@ def make_jobs(
         if not isinstance(max_staleness, numbers.Integral) or max_staleness < 0:
             raise InvalidSample(f"max_staleness={max_staleness!r} must be a number of versions")
         max_staleness = int(max_staleness)
+    reward = check_reward(reward) if reward is not None else ""
+    traceparent = _traceparent()
     given_ids = iter(ids) if ids is not None else None
     given_metadata = iter(metadata) if metadata is not None else None
     for position, item in enumerate([prompts] if isinstance(prompts, str) else prompts):
@@ -81,6 +88,8 @@ def make_jobs(
             metadata=extra,
             max_staleness=max_staleness,
             staleness_policy=policy,
+            reward=reward,
+            traceparent=traceparent,
         )
 
 
@@ -158,6 +167,17 @@ def _next(values: Iterator[Any], name: str, where: str) -> Any:
         return next(values)
     except StopIteration:
         raise InvalidSample(f"`{name}` has no entry for {where}: give one a prompt") from None
+
+
+def _traceparent() -> str:
+    """W3C context of the current OpenTelemetry span; '' where nobody traces."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ""  # without its import there is no span; and it is not ours to import
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get("traceparent", "")
 
 
 def _policy(value: StalenessPolicy | str) -> StalenessPolicy:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from producer.contract.messages import (
     Segment,
     read_job,
 )
+from producer.contract.rewards import read_rewards
 from producer.contract.sampling import SamplingParams
 from producer.contract.states import State
 
@@ -49,15 +50,26 @@ def sample_commands(keys: QueueKeys, sid: str) -> list[Command]:
 def build_group(entry: str, group_id: str, replies: Sequence[Any]) -> RolloutGroup:
     """A group out of the replies to `group_commands`. Raises InvalidPayload."""
     asked = _read_asked(group_id, replies[0])
+    group: Fields = replies[0]
+    members = (len(replies) - 1) // 2
+    reward_error = _text(group.get(b"reward_error"))
+    rewards: list[Any] = [None] * members
+    try:
+        if data := group.get(b"rewards"):
+            rewards = read_rewards(data, members, group_id)
+    except InvalidPayload as reason:
+        reward_error = str(reason)
     rollouts = tuple(
         _rollout(f"{group_id}/{i}", asked, fields, chunks)
         for i, (fields, chunks) in enumerate(zip(replies[1::2], replies[2::2], strict=True))
     )
     return RolloutGroup(
         id=group_id,
-        rollouts=rollouts,
+        rollouts=tuple(replace(r, reward=w) for r, w in zip(rollouts, rewards, strict=True)),
         prompt_ids=rollouts[0].prompt_ids,
         metadata=rollouts[0].metadata,
+        reward_error=reward_error,
+        traceparent=_text(group.get(b"traceparent")),
         entry=entry,
     )
 

@@ -26,7 +26,8 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Counts of samples (`ready`, `leased`, `dead`) and closed, unacked groups (`results`).
+    """Counts of samples (`ready`, `leased`, `dead`), of closed groups that wait for their rewards
+    (`grading`) and of closed groups that are not acked (`results`).
 
     `current` and `last_good` are weight versions; `weights` is the whole hash; `stats` are
     counters that only grow.
@@ -41,6 +42,7 @@ class Status:
     workers: tuple[WorkerStatus, ...]
     stats: dict[str, int]
     weights: dict[str, str]
+    grading: int = 0
 
 
 def status_commands(keys: QueueKeys) -> list[Command]:
@@ -48,6 +50,7 @@ def status_commands(keys: QueueKeys) -> list[Command]:
         ("ZCARD", keys["ready"]),
         ("ZCARD", keys["leases"]),
         ("ZCARD", keys["dead"]),
+        ("ZCARD", keys["grading"]),
         ("XLEN", keys["results"]),
         ("HGETALL", keys["weights"]),
         ("HGETALL", keys["stats"]),
@@ -61,12 +64,13 @@ def worker_commands(keys: QueueKeys, names: Sequence[bytes]) -> list[Command]:
 
 def build_status(replies: Sequence[Any], workers: Sequence[Any]) -> Status:
     """Out of the replies to both command lists."""
-    ready, leased, dead, results, weights, stats, names = replies
+    ready, leased, dead, grading, results, weights, stats, names = replies
     level = texts(weights)
     return Status(
         ready=ready,
         leased=leased,
         dead=dead,
+        grading=grading,
         results=results,
         current=int(level.get("current", 0)),
         last_good=int(level.get("last_good", 0)),

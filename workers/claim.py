@@ -40,12 +40,12 @@ class Claimer:
         return min(most, state.engine.info.max_num_seqs) - len(state.held)
 
     def room(self) -> int:
-        """KV cache tokens that are not spoken for."""
+        """KV cache tokens that are not spoken for; also asked from another thread."""
         state = self._state
         reserve = state.settings.reserve_tokens
         used = sum(
             len(h.prompt_ids) + h.made + min(max(0, h.budget - h.made), reserve)
-            for h in state.held.values()
+            for h in state.held.copy().values()
         )
         return int(_KV_SHARE * state.engine.info.kv_cache_tokens) - used
 

@@ -42,6 +42,8 @@ from workers.settings import WorkerSettings, default_name
 @click.option("--stall-seconds", default=120.0, help="Without an engine step: give up.")
 @click.option("--load-seconds", default=900.0, help="For one weight load: give up.")
 @click.option("--fetch-seconds", default=30.0, help="For published files to show up here.")
+@click.option("--metrics-port", default=0, help="Serve /metrics, /livez, /readyz; 0: do not.")
+@click.option("--metrics-host", default="127.0.0.1", help="Address for it; 0.0.0.0 for all.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
@@ -65,6 +67,8 @@ def worker(
     stall_seconds: float,
     load_seconds: float,
     fetch_seconds: float,
+    metrics_port: int,
+    metrics_host: str,
     log_level: str,
 ) -> None:
     """Generate samples of a queue with MODEL until told to stop.
@@ -94,6 +98,8 @@ def worker(
         stall_seconds=stall_seconds,
         load_seconds=load_seconds,
         fetch_seconds=fetch_seconds,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
     )
     make = {"vllm": _vllm, "sim": _sim, "null": _null}[engine]
     sys.exit(asyncio.run(_run(settings, make(model, sim, settings, context.args))))

@@ -47,6 +47,8 @@ async def _attempt(
             return Outcome("release", state.interruption)
         # An aborted request's late outputs must never meet its next attempt.
         held.request_id = f"{held.id}-{held.claim.attempts}-{secrets.token_hex(4)}"
+        if held.claim.tokens:
+            state.meter.recomputed_tokens += len(prompt_ids)
         outputs = await state.engine.add(EngineRequest(held.request_id, prompt_ids, params))
     if held.lost:
         # Lost on its way into the engine, which did not know the request then.

@@ -46,8 +46,10 @@ class LeaseThread:
         self._progress = -1
         self._progressed = time.monotonic()
         self._tokens = (0, time.monotonic())
-        self._rate = 0.0
-        self._renewed = time.monotonic()
+        #: response tokens a second, lately
+        self.rate = 0.0
+        #: when the leases were last renewed, or none was held
+        self.renewed = time.monotonic()
         self._away = False
         name = state.settings.name
         self._namesakes = Namesakes(f"worker {name!r}; what it shows of itself is of both")
@@ -69,7 +71,7 @@ class LeaseThread:
     def _run(self) -> None:
         period = min(_PERIOD, self._lease / 20)
         while not self._stop.is_set():
-            if reason := self._standstill():
+            if reason := self.standstill():
                 self._die(reason)
                 return
             try:
@@ -89,7 +91,8 @@ class LeaseThread:
             log.warning("could not leave the list of workers: %s", error)
         self._queue.close()
 
-    def _standstill(self) -> str | None:
+    def standstill(self) -> str | None:
+        """Why the worker cannot be trusted to work any more; also asked by its health checks."""
         now = time.monotonic()
         state = self._state
         # An engine that starts may hold the interpreter for long; nothing is held then.
@@ -104,9 +107,13 @@ class LeaseThread:
             return f"the engine made no step for {now - self._progressed:.1f} s"
         return None
 
+    @property
+    def redis_errors(self) -> int:
+        return self._queue.errors
+
     def _renew(self) -> None:
         now = time.monotonic()
-        if now - self._renewed < self._lease * _RENEW_AT:
+        if now - self.renewed < self._lease * _RENEW_AT:
             return
         held = list(self._state.held.copy().values())
         for piece in split([(h.id, h.claim.lease_token) for h in held]):
@@ -118,14 +125,14 @@ class LeaseThread:
                 if h.id in lost:
                     self._on_loop(self._state.lose, h)
             self._on_loop(self._state.notice, current, last_good)
-        self._renewed = now
+        self.renewed = now
 
     def _beat(self) -> None:
         state = self._state
         now = time.monotonic()
         tokens, since = self._tokens
         if now - since >= 1.0:
-            self._rate = (state.tokens - tokens) / (now - since)
+            self.rate = (state.tokens - tokens) / (now - since)
             self._tokens = (state.tokens, now)
         fields = (
             ("version", state.version),
@@ -133,7 +140,7 @@ class LeaseThread:
             ("state", state.phase),
             ("in_flight", len(state.held)),
             ("tokens", state.tokens),
-            ("tokens_per_second", f"{self._rate:.1f}"),
+            ("tokens_per_second", f"{self.rate:.1f}"),
             ("last_error", state.last_error[:500]),
             ("host", socket.gethostname()),
             ("pid", os.getpid()),

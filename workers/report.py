@@ -137,13 +137,19 @@ class Reporter:
         if answer < 0:
             self._state.lose(held)
         elif name == "fail":
-            self._state.drop(held)
+            self._taken(held)
         else:
             held.stored = answer
             if name != "checkpoint" and answer >= held.made:
-                self._state.drop(held)
+                self._taken(held)
             elif held.stored < held.made and held.outcome is not None:
                 self._wake.set()
+
+    def _taken(self, held: Held) -> None:
+        """Redis has the end of this attempt."""
+        if held.outcome is not None:
+            self._state.meter.reported(held, held.outcome, self._state.current)
+        self._state.drop(held)
 
 
 def _stored(piece: Piece) -> Sequence[Argument]:

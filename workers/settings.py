@@ -30,6 +30,7 @@ class WorkerSettings:
         stall_seconds: without an engine step while samples are in it, the worker gives up.
         fetch_seconds: for published files to be seen here before they count as missing.
         load_seconds: for one weight load, after which the worker gives up.
+        metrics_host, metrics_port: where /metrics, /livez and /readyz are served; 0: nowhere.
     """
 
     url: str
@@ -46,6 +47,8 @@ class WorkerSettings:
     fetch_seconds: float = 30.0
     first_token_seconds: float = 10.0
     final_output_seconds: float = 5.0
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
 
     def __post_init__(self) -> None:
         check_group_id(self.name, "worker name")
@@ -55,3 +58,5 @@ class WorkerSettings:
         for name in ("max_samples", "reserve_tokens", "fetch_seconds"):
             if getattr(self, name) < 0:
                 raise InvalidSample(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if not 0 <= self.metrics_port <= 65535:
+            raise InvalidSample(f"metrics_port must be 0 to 65535, not {self.metrics_port}")

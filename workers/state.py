@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from producer.contract.connection import AsyncQueue
 from workers.engines.protocol import Engine
 from workers.held import Held
+from workers.meter import Meter
 from workers.settings import WorkerSettings
 
 log = logging.getLogger("rollq.worker")
@@ -69,6 +70,7 @@ class WorkerState:
         self.updates_failed = 0
         self.update_times: UpdateTimes | None = None
         self._failed_version = -1
+        self.meter = Meter()
         self.current = 0
         self.last_good = 0
         self.failure: str | None = None
@@ -136,6 +138,7 @@ class WorkerState:
             return
         log.info("sample %s is no longer ours: reaped, cancelled or delivered already", held.id)
         held.lost = True
+        self.meter.lose(held)
         self.drop(held)
         if held.request_id and held.outcome is None:
             abort = asyncio.ensure_future(self.engine.abort([held.request_id]))

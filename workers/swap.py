@@ -39,7 +39,8 @@ class Swapper:
             await self._admission.close()
             if not await self._may_stop(publication):
                 return False
-            state.update_times = await self._load(publication, directory, started)
+            state.update_times = times = await self._load(publication, directory, started)
+            state.meter.update_idle.observe(times.idle)
         except WeightLoadError as error:
             for held in state.in_engine():
                 held.outcome = Outcome("release", "failure")

@@ -18,10 +18,12 @@ from typing import Any
 
 from producer.contract.connection import AsyncQueue
 from producer.contract.errors import EngineError, RollqError
+from producer.contract.rewards import Dispatcher
 from workers.admission import Admission
 from workers.claim import Claimer
 from workers.engines.protocol import Engine
 from workers.generate import generate
+from workers.health import Health
 from workers.held import Held
 from workers.leases import LeaseThread
 from workers.report import Reporter
@@ -34,6 +36,8 @@ log = logging.getLogger("rollq.worker")
 
 #: seconds between claims while nothing waits, doubling from the first to the second
 _IDLE = (0.05, 0.5)
+#: seconds between looks for closed groups that nobody grades
+_GRADE_SECONDS = 1.0
 #: exit codes
 EXIT_OK, EXIT_FAILED, EXIT_STOOD_STILL = 0, 1, 3
 
@@ -67,13 +71,17 @@ class Worker:
         await self._queue.open()
         leases = LeaseThread(self._state, self._stand_still)
         self._start(leases.tick())
+        probes = Health(self._state, leases, self._claimer.room).probes()
         leases.start()
+        if probes:
+            probes.start()
         self._handle_signals()
         try:
             await self._engine.start()
             self._start(self._reporter.run())
             self._start(self._updater.run())
             self._start(self._updater.listen())
+            self._start(self._see_to_grading())
             await self._updater.look()
             self._state.phase = "serving"
             await self._updater.say(state="serving")
@@ -83,6 +91,8 @@ class Worker:
         finally:
             # First, for the thread watches over a loop that ticks.
             await asyncio.to_thread(leases.stop)
+            if probes:
+                await asyncio.to_thread(probes.stop)
             await _cancel(self._tasks | self._samples)
             await self._engine.shutdown()
             await self._queue.close()
@@ -166,6 +176,14 @@ class Worker:
         except EngineError as error:
             state.give_up(f"the engine failed while draining: {error}")
             await self._reporter.flush()
+
+    async def _see_to_grading(self) -> None:
+        """Have RQ jobs made for closed groups, also while no trainer waits for them."""
+        dispatcher = Dispatcher(self._settings.url, self._settings.queue)
+        while not dispatcher.refused:
+            if due := await self._queue.call("due", limit=256):
+                await asyncio.to_thread(dispatcher.send, due)
+            await asyncio.sleep(_GRADE_SECONDS)
 
     # the process
 

@@ -38,6 +38,8 @@ DEFAULTS: Mapping[str, int] = {
     "max_ready": 100_000,
     "max_results": 10_000,
     "max_crashes": 3,
+    "grade_ms": 60_000,
+    "max_grades": 3,
     "tombstone_ms": 24 * 3600 * 1000,
     "worker_ttl_ms": 15_000,
 }
@@ -102,6 +104,8 @@ class _Queue:
         self.patience = 0.0
         #: how often Redis was away or connected to; it may have come back with an older state
         self.disruptions = 0
+        #: calls that failed; each is tried again
+        self.errors = 0
 
     def _evalsha(self, call: Call) -> list[Argument]:
         name, scalars, items = call
@@ -144,6 +148,7 @@ class _Queue:
     def _pause(self, error: redis.RedisError, started: float, failures: int) -> float:
         """Seconds to wait after an error that will pass; raises where it will not."""
         self.disruptions += 1
+        self.errors += 1
         if _missing_queue(error):
             return 0.0
         if not passing(error, known=bool(self.config)):

@@ -8,6 +8,7 @@
     ├── QueueUnusable         the Redis at the URL cannot carry a queue; says why
     ├── RedisUnavailable      Redis did not answer within the time allowed
     ├── ResultsTimeout        no group closed within the time asked for
+    ├── RewardError           a reward function that may not run, or answers nonsense
     ├── WeightsError          a publication that is wrong in itself
     │   ├── WeightsMissing    files that are not to be seen here, or not yet
     │   └── WeightsRejected   workers could not load it; says each one's reason
@@ -53,6 +54,10 @@ class RedisUnavailable(RollqError):
 
 class ResultsTimeout(RollqError, TimeoutError):
     """No group closed within the time asked for."""
+
+
+class RewardError(RollqError):
+    """A reward function that may not run here, or answers nonsense."""
 
 
 class WeightsError(RollqError):

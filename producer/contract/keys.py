@@ -59,6 +59,7 @@ NAMES = {
     "chunks": "chunks:",  # list a sample: msgpack chunks, the only truth about its tokens
     "group": "group:",  # hash a group: size, index -> terminal state; job, prompt_ids binary
     "results": "results",  # stream: one entry a closed group
+    "grading": "grading",  # zset: closed group that waits for its rewards -> when to look, ms
     "done": "done:",  # string with TTL a group: tombstone of what was acked
     "dead": "dead",  # zset: dead-lettered sample id -> when, ms
     "weights": "weights",  # hash: the versions, `current` and `last_good`
@@ -95,3 +96,8 @@ def check_group_id(group_id: str, what: str = "group id") -> str:
             f"{what} {group_id!r} must be 1 to 128 letters, digits or any of _.:@=+-"
         )
     return group_id
+
+
+def rewards_queue(queue: str) -> str:
+    """RQ's queue of the jobs that grade this queue's groups; all of RQ's keys are its own."""
+    return f"rollq-rewards-{queue}"

@@ -37,7 +37,9 @@ LOGPROBS_MODE = "processed_logprobs"
 class Job:
     """A group as it is enqueued: one prompt, `params.n` samples of it.
 
-    Exactly one of `prompt` (text or chat messages) and `prompt_ids` is set.
+    Exactly one of `prompt` (text or chat messages) and `prompt_ids` is set. `reward` names the
+    function that grades the group, `module:function`. `traceparent` is the W3C trace context
+    that it was submitted under; it is no part of the job's identity.
     """
 
     group_id: str
@@ -47,6 +49,8 @@ class Job:
     metadata: Any = None
     max_staleness: int | None = None
     staleness_policy: StalenessPolicy = StalenessPolicy.ALLOW
+    reward: str = ""
+    traceparent: str = ""
 
     @property
     def sample_ids(self) -> list[str]:
@@ -70,7 +74,9 @@ class Job:
             )
         staleness = "" if self.max_staleness is None else self.max_staleness
         restart = int(bool(self.params.stateful))
-        facts = f"{self.params.n} {staleness} {self.staleness_policy} {restart} ".encode()
+        facts = (
+            f"{self.params.n} {staleness} {self.staleness_policy} {restart} {self.reward}".encode()
+        )
         return (
             self.group_id,
             self.params.n,
@@ -81,6 +87,8 @@ class Job:
             staleness,
             self.staleness_policy.value,
             restart,
+            self.reward,
+            self.traceparent,
             payload,
             ids,
         )
@@ -203,6 +211,7 @@ class Rollout:
         attempts, interruptions, crashes: claims, deliberate hand-backs, lost workers.
         recomputed_tokens: prefix tokens that resumed attempts prefilled again.
         enqueued_at, started_at, finished_at: seconds since the epoch by Redis; 0.0 if never.
+        reward: what the reward function made of it: a number or a dict of them; None without.
     """
 
     id: str
@@ -231,6 +240,7 @@ class Rollout:
     started_at: float
     finished_at: float
     metadata: Any = None
+    reward: float | dict[str, Any] | None = None
 
     @property
     def is_cancel(self) -> bool:
@@ -247,16 +257,21 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
-    """All samples of one prompt, in index order, each in a terminal state."""
+    """All samples of one prompt, in index order, each in a terminal state.
+
+    `reward_error` says why no rollout has a reward although a reward function was asked for.
+    """
 
     id: str
     rollouts: tuple[Rollout, ...]
     prompt_ids: NDArray[np.int32]
     metadata: Any
+    reward_error: str = ""
+    traceparent: str = ""
     #: where it lies in the results stream; `ack` needs it
     entry: str = field(repr=False, default="")
 
     @property
     def trainable(self) -> bool:
-        """No member is failed, cancelled, stale or dead."""
-        return all(r.state is State.FINISHED for r in self.rollouts)
+        """No member is failed, cancelled, stale or dead, and no grader failed."""
+        return not self.reward_error and all(r.state is State.FINISHED for r in self.rollouts)

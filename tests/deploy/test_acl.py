@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -11,8 +13,9 @@ import pytest
 import redis
 
 from producer.contract.keys import QueueKeys
+from producer.exporter import Exporter
 from producer.server import EmbeddedServer, Prefer, start_embedded
-from tests.integration.pool import QUEUE, Pool
+from tests.integration.pool import QUEUE, Pool, Process
 from tests.integration.stepper import StepEngine
 from tests.waiting import async_wait_until
 
@@ -20,18 +23,31 @@ ROOT = Path(__file__).parents[2]
 LUA = ROOT / "producer" / "contract" / "lua"
 ACL = ROOT / "deploy" / "redis" / "users.acl"
 
+FUNCTIONS = "tests.integration.reward_functions"
+
 CONNECTING = {"hello", "auth", "ping", "client|setname", "select"}
 SCRIPTS = {"evalsha", "script|load", "info"}
 SCRIPTS_OF = {
-    "trainer": "configure enqueue cancel reap publish ack restate attend adopt drop",
+    "trainer": "configure enqueue cancel reap publish ack restate attend adopt drop due",
     "worker": "configure claim prompt checkpoint renew release finish fail reap confirm heartbeat"
-    " leave turn",
+    " leave turn due",
+    "rewards": "configure due grade graded",
+}
+#: what RQ sends to enqueue a job, and beyond that in its workers and `rq info`
+RQ_ENQUEUES = {"del", "exec", "exists", "hset", "info", "lrange", "multi", "rpush", "sadd"}
+RQ_WORKS = {
+    *("blmove", "client|info", "expire", "get", "hdel", "hget", "hgetall", "hincrby"),
+    *("hincrbyfloat", "hmget", "hsetnx", "llen", "lrem", "persist", "publish", "set", "smembers"),
+    *("srem", "subscribe", "time", "unsubscribe", "unwatch", "watch", "xadd", "xlen", "xrange"),
+    *("zadd", "zcard", "zrange", "zrangebyscore", "zrem", "zremrangebyscore", "zscore"),
 }
 #: what a role sends itself, outside of scripts
 SENT_BY = {
     "trainer": {"exists", "hgetall", "lrange", "xlen", "xreadgroup"}
-    | {"zcard", "zrange", "zrevrange", "zscore"},
-    "worker": {"hexists", "hmget", "lrange", "xread"},
+    | {"zcard", "zrange", "zrevrange", "zscore"}
+    | RQ_ENQUEUES,
+    "worker": {"hexists", "hmget", "lrange", "xread"} | RQ_ENQUEUES,
+    "rewards": {"hgetall", "lrange"} | RQ_ENQUEUES | RQ_WORKS,
 }
 
 
@@ -63,7 +79,7 @@ def library() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.parametrize("role", ["trainer", "worker"])
+@pytest.mark.parametrize("role", ["trainer", "worker", "rewards"])
 def test_a_role_may_send_exactly_what_its_scripts_and_reads_need(role: str) -> None:
     functions = library()
     texts = [(LUA / f"{name}.lua").read_text() for name in SCRIPTS_OF[role].split()]
@@ -122,6 +138,39 @@ async def test_trainer_and_worker_do_all_their_work_under_their_users(pool: Pool
     assert pool.client.status().workers == ()
 
 
+async def test_groups_are_graded_under_the_users(
+    server: EmbeddedServer, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLQ_REDIS_URL", url_of(server, "rewards"))
+    monkeypatch.setenv("ROLLQ_QUEUE", QUEUE)
+    monkeypatch.setenv("ROLLQ_REWARD_MODULES", FUNCTIONS)
+    options = "-c producer.rewards.settings --serializer producer.rewards.Serializer"
+    command = [sys.executable, "-m", "rq.cli", "worker", *options.split()]
+    rq = Process(command, tmp_path / "rq.log")
+    try:
+        await pool.start(StepEngine(), name="a")
+        for function in ("length", "raises"):
+            pool.client.submit([[1]], reward=f"{FUNCTIONS}:{function}")
+            (group,) = await pool.batch(1, timeout=30)
+            group_error = "ValueError: no such answer" if function == "raises" else ""
+            assert group.reward_error == group_error, rq.log()
+            assert pool.client.ack([group]) == 1
+        rq.send(signal.SIGTERM)
+        assert rq.ended() == 0, rq.log()
+        assert "NOPERM" not in rq.log()
+        assert "No permissions" not in rq.log()
+    finally:
+        rq.close()
+
+
+def test_monitor_can_export(server: EmbeddedServer, pool: Pool) -> None:
+    pool.submit(2)
+    exporter = Exporter(url_of(server, "monitor"), [QUEUE])
+    text = exporter.metrics().decode()
+    exporter.close()
+    assert 'rollq_pool_samples_waiting{queue="q"} 2.0' in text
+
+
 @pytest.mark.parametrize(
     ("role", "command"),
     [
@@ -129,10 +178,15 @@ async def test_trainer_and_worker_do_all_their_work_under_their_users(pool: Pool
         ("worker", ("UNLINK", QueueKeys(QUEUE)["results"])),
         ("worker", ("FLUSHALL",)),
         ("worker", ("SET", "other", "1")),
+        ("rewards", ("FLUSHALL",)),
+        ("rewards", ("KEYS", "*")),
+        ("rewards", ("SET", "other", "1")),
+        ("rewards", ("PUBLISH", "other", "1")),
+        ("rewards", ("XACK", QueueKeys(QUEUE)["results"], "trainer", "0-1")),
         ("trainer", ("FLUSHALL",)),
         ("trainer", ("KEYS", "*")),
         ("trainer", ("CONFIG", "SET", "maxmemory", "1")),
-        ("trainer", ("RPUSH", QueueKeys(QUEUE).chunks("g/0"), "x")),
+        ("trainer", ("LPUSH", QueueKeys(QUEUE).chunks("g/0"), "x")),
         ("monitor", ("ZREM", QueueKeys(QUEUE)["ready"], "g/0")),
         ("monitor", ("EVALSHA", "0" * 40, "0")),
         ("scaler", ("HGETALL", QueueKeys(QUEUE)["stats"])),

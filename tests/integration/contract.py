@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from producer.contract import codec
 from producer.contract.codec import pack_ids
 from producer.contract.connection import Call, Queue
 from producer.contract.keys import TRAINER_GROUP
@@ -33,6 +34,7 @@ def job(
     max_staleness: int | None = None,
     policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
     restart: bool = False,
+    reward: str = "",
 ) -> Job:
     text = isinstance(prompt, str)
     return Job(
@@ -45,6 +47,7 @@ def job(
         metadata={"of": group},
         max_staleness=max_staleness,
         staleness_policy=StalenessPolicy(policy),
+        reward=reward,
     )
 
 
@@ -212,6 +215,30 @@ def attend(consumer: str = "t0", nonce: str = "n", state: str = "") -> Call:
 def adopt(consumer: str = "t1", gone: str = "t0", idle_ms: int = 0, limit: int = 256) -> Call:
     scalars = {"group": TRAINER_GROUP, "from": gone, "consumer": consumer}
     return "adopt", scalars | {"idle_ms": idle_ms, "limit": limit}, []
+
+
+def due(limit: int = 256) -> Call:
+    return "due", {"limit": limit}, []
+
+
+def grade(group: str, digest: str, request: str | None = None) -> Call:
+    """Without a `request`, one of its own."""
+    request = request or f"g{next(_requests)}"
+    return "grade", {"group": group, "digest": digest, "request": request}, []
+
+
+def graded(
+    group: str,
+    digest: str,
+    attempt: int = 1,
+    rewards: Sequence[Any] | None = None,
+    *,
+    error: str = "",
+    final: bool = False,
+) -> Call:
+    data = b"" if rewards is None else codec.pack(list(rewards), "rewards")
+    report: dict[str, Any] = {"attempt": attempt, "rewards": data, "error": error}
+    return "graded", {"group": group, "digest": digest, "final": int(final), **report}, []
 
 
 class Driver:

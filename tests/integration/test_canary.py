@@ -33,11 +33,16 @@ class Bomb:
 
 
 def populate(driver: Driver) -> None:
-    """Samples waiting, held with tokens, closed and dead; a worker and a publication."""
+    """Samples waiting, held with tokens, closed, graded and dead; a worker and a publication."""
     driver.send(contract.heartbeat("w"))
     driver.enqueue(job("dead"))
     for _ in range(3):
         driver.crash(driver.claim_one())
+    driver.enqueue(job("graded", reward="m:f"))
+    driver.complete(driver.claim_one())
+    digest = driver.group("graded")["digest"]
+    driver.send(contract.grade("graded", digest))
+    driver.send(contract.graded("graded", digest, 1, [1.0]))
     driver.enqueue(job("closed", prompt="text"), job("held"), job("waits"))
     closed = driver.claim_one()
     driver.send(contract.prompt(closed, [1, 2]))

@@ -187,7 +187,7 @@ def test_a_worker_is_on_the_list_while_its_heart_beats(open_driver: OpenDriver) 
     driver.send(heartbeat("b"))
     driver.redis.zadd(driver.keys["workers"], {"a": driver.now() - 1001})
 
-    assert driver.send(heartbeat("b")) == [0, 0]
+    assert driver.send(heartbeat("b")) == [0, 0, b""]
     assert driver.redis.zrange(driver.keys["workers"], 0, -1) == [b"b"]
     assert 0 < driver.redis.pttl(driver.keys.worker("a")) <= 1000
     assert driver.redis.hget(driver.keys.worker("b"), "state") == b"serving"

@@ -38,7 +38,7 @@ def steady(driver: Driver) -> dict[str, Any]:
             content = {name: turn.startswith(b"0 ") for name, turn in content.items()}
         elif isinstance(content, dict):
             content = {k: v for k, v in content.items() if not _TIMES.fullmatch(k)}
-        elif key in (keys["leases"], keys["workers"], keys["dead"]):
+        elif key in (keys["leases"], keys["workers"], keys["dead"], keys["grading"]):
             content = sorted(member for member, _ in content)
         elif key in (keys["results"], keys["updates"]):
             content = [fields for _, fields in content]
@@ -57,6 +57,7 @@ class Scene:
     held: Claim
     tokens: int = 0
     entry: str = "1-1"
+    digest: str = "none"
 
 
 def claim(driver: Driver, request: str, **options: Any) -> Claim:
@@ -134,6 +135,23 @@ def closed(driver: Driver) -> Scene:
     return scene
 
 
+def closed_for_grading(driver: Driver) -> Scene:
+    """Closed, with a reward function; its first attempt has begun."""
+    driver.enqueue(job("g", reward="m:f"), job("next", 2))
+    held = driver.claim_one(request="first")
+    driver.complete(held, tokens=2)
+    scene = Scene(driver, held, held, 2, digest=driver.group("g")["digest"])
+    driver.send(contract.due())
+    driver.send(contract.grade("g", scene.digest, "r1"))
+    return scene
+
+
+def waits_for_grading(driver: Driver) -> Scene:
+    scene = closed_for_grading(driver)
+    driver.redis.zadd(driver.keys["grading"], {"g": 1})
+    return scene
+
+
 dead = then(crashed_twice, "dead", lambda s: contract.fail(s.held, "crash"))
 
 
@@ -165,6 +183,9 @@ STATES: list[Callable[[Driver], Scene]] = [
     proven,
     then(proven, "in turn", lambda s: contract.turn(2), lambda s: contract.turn(2, "v")),
     then(proven, "in the line", lambda s: contract.turn(2, "v"), lambda s: contract.turn(2)),
+    closed_for_grading,
+    waits_for_grading,
+    then(closed_for_grading, "graded", lambda s: contract.graded("g", s.digest, 1, [0.5])),
     then(proven, "bad", lambda s: contract.confirm(2, "v", "x"), lambda s: contract.confirm(2)),
 ]
 
@@ -214,6 +235,12 @@ def calls(scene: Scene) -> Iterator[tuple[str, Call]]:
     yield "attend", contract.attend()
     yield "adopt", contract.adopt()
     yield "drop", ("drop", {}, [("g/0", "g")])
+    yield "due", contract.due()
+    yield "grade", contract.grade("g", scene.digest, "r2")
+    yield "grade again", contract.grade("g", scene.digest, "r1")
+    yield "graded", contract.graded("g", scene.digest, 1, [1.0])
+    yield "graded with an error", contract.graded("g", scene.digest, 1, error="x")
+    yield "graded with the last error", contract.graded("g", scene.digest, 1, error="x", final=True)
     yield "configure", scene.driver.queue._configure()
 
 
@@ -231,6 +258,8 @@ def agree(name: str, first: Any, second: Any) -> bool:
         return bool(second[0] == 0)
     if name == "reap":
         return bool(second == [0, 0])
+    if name == "due":
+        return bool(second == [])
     return bool(first == second)
 
 
@@ -286,6 +315,10 @@ EFFECTS: dict[str, Callable[[Driver], Scene]] = {
     "attend": leased,
     "adopt": closed,
     "drop": dead,
+    "due": waits_for_grading,
+    "grade": closed_for_grading,
+    "graded": closed_for_grading,
+    "graded with an error": closed_for_grading,
     "configure": leased,
 }
 
@@ -296,7 +329,9 @@ def undisturbed(driver: Driver, name: str) -> tuple[Any, dict[str, Any], Call]:
     before = steady(driver)
     reply = driver.send(call)
     after = steady(driver)
-    assert after != before or name in ("renew", "heartbeat", "configure"), f"{name} did nothing"
+    assert after != before or name in ("renew", "heartbeat", "configure", "due"), (
+        f"{name} did nothing"
+    )
     return reply, after, dict(calls(fresh(driver, EFFECTS[name])))[name]
 
 

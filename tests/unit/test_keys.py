@@ -10,6 +10,7 @@ from producer.contract.keys import (
     TRAINER_GROUP,
     QueueKeys,
     check_group_id,
+    rewards_queue,
     sample_id,
     split_sample_id,
 )
@@ -22,6 +23,7 @@ KEYS = {
     "chunks": "rollq:{grpo}:chunks:",
     "group": "rollq:{grpo}:group:",
     "results": "rollq:{grpo}:results",
+    "grading": "rollq:{grpo}:grading",
     "done": "rollq:{grpo}:done:",
     "dead": "rollq:{grpo}:dead",
     "weights": "rollq:{grpo}:weights",
@@ -50,6 +52,7 @@ def test_keys_of_one_thing() -> None:
     assert keys.group("g") == "rollq:{grpo}:group:g"
     assert keys.worker("host-1") == "rollq:{grpo}:worker:host-1"
     assert TRAINER_GROUP == "trainer"
+    assert rewards_queue("grpo") == "rollq-rewards-grpo"
 
 
 def test_an_unknown_name_is_no_key() -> None:

@@ -51,7 +51,7 @@ def test_a_script_an_operation() -> None:
     assert set(SCRIPTS) == {
         "enqueue", "claim", "checkpoint", "release", "finish", "fail", "cancel", "reap", "renew",
         "prompt", "publish", "confirm", "heartbeat", "leave", "ack", "configure", "drop", "turn",
-        "restate", "attend", "adopt",
+        "restate", "attend", "adopt", "due", "grade", "graded",
     }  # fmt: skip
     assert set(SCRIPTS) == set(TEXTS)
 

@@ -1,5 +1,5 @@
 -- cancel: end samples that are not wanted any more, wherever they are.
--- KEYS: ready leases sample group results dead stats
+-- KEYS: ready leases sample group results grading dead stats
 -- ARGV: reason | group index
 --   index: '' for every member of the group
 -- REPLY: an item: how many were cancelled

@@ -1,5 +1,5 @@
 -- claim: hand ready samples, oldest first, to a worker under a new lease token.
--- KEYS: ready leases sample chunks group results dead weights workers request stats config
+-- KEYS: ready leases sample chunks group results grading dead weights workers request stats config
 -- ARGV: worker request version limit held share suspects alone room reserve |
 --   request: random, names this call, and is the nonce of its lease tokens
 --   held: samples the worker holds; suspects: how many it may take that were in one crash;
@@ -9,8 +9,8 @@
 --   room: KV cache tokens that are free; reserve: tokens counted for what is still to be made
 -- REPLY: {current, last_good, {headers}, samples that still wait}; a header is {id, lease_token, group, index, attempts,
 --   crashes, interruptions, tokens, job, prompt_ids}
--- INVARIANT: a sample has one holder; the same request gets the same answer; a full results
---   stream stops the start of new groups only.
+-- INVARIANT: a sample has one holder; the same request gets the same answer; as many closed
+--   groups as max_results stop the start of new groups only.
 local version = whole(A.version, 'version')
 local limit = math.min(whole(A.limit, 'limit'), 256)
 local held = whole(A.held, 'held')
@@ -49,7 +49,7 @@ if not serves(version) or limit < 1 then
 end
 
 local at = now()
-local open = call('XLEN', K.results) < c[2]
+local open = call('XLEN', K.results) + call('ZCARD', K.grading) < c[2]
 local bytes = 0
 local ids = {}
 

@@ -1,6 +1,6 @@
 -- enqueue: take in whole groups, once an id.
 -- KEYS: ready sample chunks group done dead stats config
--- ARGV: | group size digest max_tokens prompt_tokens max_staleness staleness_policy restart job prompt_ids
+-- ARGV: | group size digest max_tokens prompt_tokens max_staleness staleness_policy restart reward traceparent job prompt_ids
 -- REPLY: a word a group: new, same (already here), done (already delivered), conflict, full
 -- INVARIANT: all members of a group become ready, or none.
 local limit = config('max_ready')[1]
@@ -48,7 +48,7 @@ end
 local answers = {}
 for i = 1, ITEMS do
   local group, size, digest, max_tokens, prompt_tokens, max_staleness, staleness_policy, restart,
-    job, prompt_ids = item(i)
+    reward, traceparent, job, prompt_ids = item(i)
   size = tonumber(size)
   local here = call('HGET', K.group .. group, 'digest')
   local taken = not here and call('GET', K.done .. group)
@@ -61,7 +61,7 @@ for i = 1, ITEMS do
   else
     create(group, size, {'digest', digest, 'max_tokens', max_tokens, 'prompt_tokens', prompt_tokens,
       'max_staleness', max_staleness, 'staleness_policy', staleness_policy, 'restart', restart,
-      'job', job, 'prompt_ids', prompt_ids})
+      'reward', reward, 'traceparent', traceparent, 'job', job, 'prompt_ids', prompt_ids})
     answers[i] = 'new'
   end
 end

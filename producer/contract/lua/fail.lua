@@ -1,5 +1,5 @@
 -- fail: a sample's own error, once and for all; or the death of the engine under it.
--- KEYS: ready leases sample group results dead weights stats config
+-- KEYS: ready leases sample group results grading dead weights stats config
 -- ARGV: worker kind | id token error
 --   kind: error ends the sample; crash counts as one and makes it ready again
 -- REPLY: {current, last_good, {1, or -1: the lease is lost}}

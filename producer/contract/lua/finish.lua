@@ -1,5 +1,5 @@
 -- finish: a sample is complete; its last tokens may come along.
--- KEYS: ready leases sample chunks group results dead weights stats
+-- KEYS: ready leases sample chunks group results grading dead weights stats
 -- ARGV: worker | id token tokens finish_reason stop_reason text offset count version chunk
 --   count: of the tokens in `chunk`, 0 if all are checkpointed
 -- REPLY: {current, last_good, {tokens stored an item, or -1: the lease is lost}}

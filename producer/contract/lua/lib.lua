@@ -78,7 +78,7 @@ local groups = {}
 local function group(id, ...)
   local g = groups[id]
   if not g then
-    local names = {'size', 'max_staleness', 'staleness_policy', ...}
+    local names = {'size', 'max_staleness', 'staleness_policy', 'reward', ...}
     g = {}
     for i, value in ipairs(call('HMGET', K.group .. id, unpack(names))) do
       g[names[i]] = value
@@ -133,21 +133,40 @@ local function make_ready(s)
   call('HSET', K.sample .. s.id, 'state', 'ready')
 end
 
-local function close(group_id, size)
-  local states = {}
+-- terminal states of a group's members, in order
+local function states(group_id)
+  local size = tonumber(group(group_id).size)
+  local found = {}
   for from = 0, size - 1, 1000 do
     local indices = {}
     for i = from, math.min(from + 999, size - 1) do
       indices[#indices + 1] = i
     end
     for _, state in ipairs(call('HMGET', K.group .. group_id, unpack(indices))) do
-      states[#states + 1] = state
+      found[#found + 1] = state
     end
   end
-  local entry = call('XADD', K.results, '*', 'group', group_id, 'size', size, 'states',
-    table.concat(states, ','))
+  return table.concat(found, ','), size
+end
+
+-- put a closed group where trainers read
+local function deliver(group_id)
+  local members, size = states(group_id)
+  call('ZREM', K.grading, group_id)
+  local entry = call('XADD', K.results, '*', 'group', group_id, 'size', size, 'states', members)
   call('HSET', K.group .. group_id, 'entry', entry)
   count('groups_closed', 1)
+end
+
+-- Every member has ended. A group with a reward function waits for its grader first, unless no
+-- member finished: then there is nothing to grade.
+local function close(group_id)
+  local reward = group(group_id).reward
+  if reward and reward ~= '' and string.find((states(group_id)), 'finished', 1, true) then
+    call('ZADD', K.grading, now(), group_id)
+  else
+    deliver(group_id)
+  end
 end
 
 -- The only way into a terminal state. `keep_token` lets the holder repeat its call; the rest are
@@ -168,9 +187,8 @@ local function terminate(s, state, reason, err, keep_token, ...)
   end
   call('HSET', K.group .. s.group, s.index, state)
   local ended = call('HINCRBY', K.group .. s.group, 'ended', 1)
-  local size = tonumber(group(s.group).size)
-  if ended == size then
-    close(s.group, size)
+  if ended == tonumber(group(s.group).size) then
+    close(s.group)
   end
 end
 
@@ -238,4 +256,21 @@ end
 -- the consumer that a tombstone names
 local function taker(tombstone)
   return string.match(tombstone, ' (.*)$')
+end
+
+-- no other attempt at grading follows: deliver the group with the grader's error
+local function grading_failed(group_id, err)
+  call('HSET', K.group .. group_id, 'reward_error', err)
+  count('grading_failed', 1)
+  deliver(group_id)
+end
+
+-- The last attempt that began never said how it ended: its process is gone, or stands still.
+local function never_ended(group_id, attempts)
+  local err = call('HGET', K.group .. group_id, 'reward_error') or ''
+  if err ~= '' then
+    err = '; before that: ' .. err
+  end
+  grading_failed(group_id, 'the grader was killed or took too long, ' .. text(attempts)
+    .. ' attempts were made' .. err)
 end

@@ -1,5 +1,5 @@
 -- reap: take samples back from holders that stopped renewing. Workers and waiting clients call it.
--- KEYS: ready leases sample group results dead stats config
+-- KEYS: ready leases sample group results grading dead stats config
 -- ARGV: limit |
 -- REPLY: {reaped, dated anew}
 -- INVARIANT: if nobody reaped for half a lease (Redis was away) or time went backwards, nobody

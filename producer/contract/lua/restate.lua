@@ -1,5 +1,5 @@
 -- restate: a trainer says again what it has taken, for Redis may have come back from before its acks.
--- KEYS: ready leases sample chunks group results done dead stats config
+-- KEYS: ready leases sample chunks group results grading done dead stats config
 -- ARGV: group consumer acked | id digest
 --   acked: 1 if an ack was answered; 0 if it has them in hand, and no ack found them as it knew them
 -- REPLY: an item: 1 if it is this consumer's, 0 if somebody else has it
@@ -35,6 +35,7 @@ local function restate(id, digest)
     local sid = id .. '/' .. index
     open = open + call('ZREM', K.ready, sid) + call('ZREM', K.leases, sid)
   end
+  call('ZREM', K.grading, id)
   count('acks_restated', 1)
   count('restated', open)
   count('groups_closed', g[6] and 0 or 1)
