@@ -19,7 +19,7 @@ import pytest
 from producer.contract.errors import InvalidSample
 from producer.contract.sampling import SamplingParams
 from tests.waiting import async_wait_until
-from workers.engines.protocol import Engine, EngineOutput, EngineRequest
+from workers.engines.protocol import Engine, EngineOutput, EngineRequest, Response
 
 #: Set in both engines under test.
 MAX_NUM_SEQS = 8
@@ -91,6 +91,17 @@ async def collect(stream: AsyncIterator[EngineOutput], made: Made | None = None)
 
 async def run(engine: Engine, asked: EngineRequest) -> Made:
     return await collect(await engine.add(asked))
+
+
+async def text_of(engine: Engine, ids: Sequence[int], **params: Any) -> str:
+    """Text of a response to a short prompt."""
+    return await engine.text_of(response((5, 6, 7), ids, **params))
+
+
+def response(prompt_ids: Sequence[int], ids: Sequence[int], **params: Any) -> Response:
+    return Response(
+        np.array(prompt_ids, np.int32), np.array(ids, np.int32), SamplingParams(**params)
+    )
 
 
 async def start(engine: Engine, asked: EngineRequest, tokens: int = 1) -> tuple[Any, Made]:
@@ -193,7 +204,7 @@ async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(benc
     free = await run(bench.engine, long_request(tokens=100))
     for length in range(12, 100):
         stop, before, text = [
-            await bench.engine.decode(np.array(ids, np.int32), skip_special_tokens=True)
+            await text_of(bench.engine, ids)
             for ids in (
                 free.token_ids[length - 2 : length],
                 free.token_ids[: length - 1],
@@ -460,11 +471,11 @@ async def test_text_and_chat_are_encoded_the_same_way_each_time(bench: Bench) ->
     chat = await bench.engine.encode([{"role": "user", "content": text}])
 
     assert ids.dtype == np.int32
-    assert await bench.engine.decode(ids, skip_special_tokens=True) == text
+    assert await text_of(bench.engine, ids.tolist()) == text
     assert (
         chat.tolist() == (await bench.engine.encode([{"role": "user", "content": text}])).tolist()
     )
-    assert "hello you" in await bench.engine.decode(chat, skip_special_tokens=True)
+    assert "hello you" in await text_of(bench.engine, chat.tolist())
 
 
 async def test_what_is_no_chat_is_refused(bench: Bench) -> None:
