@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.crafted import EOS, ids_of, make_bigram
 from tests.integration.contract import Driver
 from tests.integration.pool import QUEUE, Pool
 from tests.integration.stepper import sample_of
+from workers import generate, resume
 from workers.engines.protocol import EngineOutput, EngineRequest
 from workers.engines.vllm import VllmEngine, engine_args_from_cli
 
@@ -48,7 +50,7 @@ TEXT = "Hello \N{GRINNING FACE} world!é END."
 #: the two states of a chain with known chances; b"\n" begins the text
 COINS = [b"A", b"B"]
 TOKENS = [*SAYS, *COINS, b"\n"]
-CHANCES = np.array([[0.3, 0.7], [0.55, 0.45]])
+CHANCES = np.array([[0.2, 0.8], [0.75, 0.25]])
 #: full of what the stop strings below look for
 PROMPT = [1, *ids_of(TOKENS, *SAYS[2:], *SAYS, b"\n")]
 FLAGS = [
@@ -401,3 +403,98 @@ async def test_what_only_vllm_can_judge_fails_its_sample_alone(bench: Bench) -> 
     for (_, says), r in zip(bad.values(), rollouts[1:], strict=True):
         assert (r.finish_reason, r.attempts, len(r.response_ids)) == ("error", 1, 0)
         assert re.search(says, r.error), r.error
+
+
+# The distribution
+
+TOSSES = 4
+
+
+@pytest.fixture
+def drop_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token before a seam does not reach the engine."""
+
+    def request(
+        request_id: str, ids: NDArray[np.int32], params: SamplingParams, done: int
+    ) -> EngineRequest:
+        kept = ids[:-1] if done else ids
+        return EngineRequest(request_id, kept, params, max(0, done - 1))
+
+    monkeypatch.setattr(generate, "EngineRequest", request)
+
+
+@pytest.fixture
+def replay_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt draws the same random numbers as the one before."""
+    seed_of = resume._seed
+    monkeypatch.setattr(resume, "_seed", lambda seed, index, done: seed_of(seed, index, 0))
+
+
+async def toss(bench: Bench, samples: int, *, cut: bool, seed: int) -> NDArray[np.int64]:
+    """How often each sequence of tosses came: counts [2 ** TOSSES]."""
+    numbers = np.random.default_rng(seed)
+    bench.engine.cuts = {}
+    if cut:
+        plans = numbers.integers(0, TOSSES, (samples, 2)).tolist()
+        bench.engine.cuts = {f"g{seed}/{i}": plan for i, plan in enumerate(plans)}
+    params = SamplingParams(n=samples, temperature=1.0, max_tokens=TOSSES, seed=seed)
+    bench.pool.client.submit([[1, token(b"A")]], params, ids=[f"g{seed}"])
+    batch = await bench.pool.batch(1, timeout=DEADLINE)
+    batch.ack()
+    tosses = np.array([r.response_ids for r in batch[0].rollouts]) - token(b"A")
+    assert tosses.shape == (samples, TOSSES)
+    assert any(r.interruptions for r in batch[0].rollouts) == cut
+    return np.bincount(tosses @ (1 << np.arange(TOSSES)), minlength=1 << TOSSES)
+
+
+def expected_shares() -> NDArray[np.float64]:
+    """Of each sequence, by the table of the model."""
+    shares = []
+    for sequence in range(1 << TOSSES):
+        faces = [0, *((sequence >> i) & 1 for i in range(TOSSES))]
+        shares.append(np.prod([CHANCES[a, b] for a, b in pairwise(faces)]))
+    return np.array(shares)
+
+
+def chi_square(statistic: float, freedom: int) -> float:
+    """The chance of so large a statistic or a larger one."""
+    import torch
+
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def fit(counts: NDArray[np.int64]) -> float:
+    """p that the counts are of the known distribution: Pearson's test, rare ones as one."""
+    expected = expected_shares() * counts.sum()
+    rare = expected < 5
+    expected, counts = (np.append(a[~rare], a[rare].sum()) for a in (expected, counts))
+    return chi_square(float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1)
+
+
+def alike(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
+    """p that two counts are of one distribution (Pearson's test of homogeneity)."""
+    share = (a + b) / (a.sum() + b.sum())
+    expected = np.stack([share * a.sum(), share * b.sum()])
+    statistic = ((np.stack([a, b]) - expected) ** 2 / expected).sum()
+    return chi_square(float(statistic), len(a) - 1)
+
+
+async def test_interruptions_do_not_change_the_distribution(bench: Bench) -> None:
+    whole = await toss(bench, 1500, cut=False, seed=1)
+    parts = await toss(bench, 1500, cut=True, seed=2)
+
+    assert (expected_shares() * 1500).min() > 2
+    assert fit(whole) > 0.05
+    assert fit(parts) > 0.05
+    assert alike(whole, parts) > 0.05
+
+
+@pytest.mark.parametrize("broken", ["drop_a_token", "replay_the_seed"])
+async def test_a_broken_resume_does_change_it(
+    bench: Bench, broken: str, request: pytest.FixtureRequest
+) -> None:
+    """So the test above can tell."""
+    request.getfixturevalue(broken)
+
+    assert fit(await toss(bench, 500, cut=True, seed=3)) < 1e-6
