@@ -8,6 +8,7 @@ greedy sampling gives under each.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +20,7 @@ import pytest
 from producer.contract.errors import InvalidSample
 from producer.contract.sampling import SamplingParams
 from tests.waiting import async_wait_until
-from workers.engines.protocol import Engine, EngineOutput, EngineRequest
+from workers.engines.protocol import Engine, EngineOutput, EngineRequest, Response, Stop
 
 #: Set in both engines under test.
 MAX_NUM_SEQS = 8
@@ -91,6 +92,17 @@ async def collect(stream: AsyncIterator[EngineOutput], made: Made | None = None)
 
 async def run(engine: Engine, asked: EngineRequest) -> Made:
     return await collect(await engine.add(asked))
+
+
+async def text_of(engine: Engine, ids: Sequence[int], **params: Any) -> str:
+    """Text of a response to a short prompt."""
+    return await engine.text_of(response((5, 6, 7), ids, **params))
+
+
+def response(prompt_ids: Sequence[int], ids: Sequence[int], **params: Any) -> Response:
+    return Response(
+        np.array(prompt_ids, np.int32), np.array(ids, np.int32), SamplingParams(**params)
+    )
 
 
 async def start(engine: Engine, asked: EngineRequest, tokens: int = 1) -> tuple[Any, Made]:
@@ -189,11 +201,11 @@ async def test_a_stop_id_ends_a_sample_and_is_named(bench: Bench) -> None:
     assert (made.finish_reason, made.stop_reason) == ("stop", stop)
 
 
-async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(bench: Bench) -> None:
-    free = await run(bench.engine, long_request(tokens=100))
+async def stopping_place(engine: Engine, free: Made) -> tuple[str, int]:
+    """A text of two tokens in a response, and how many tokens there are when it comes first."""
     for length in range(12, 100):
         stop, before, text = [
-            await bench.engine.decode(np.array(ids, np.int32), skip_special_tokens=True)
+            await text_of(engine, ids)
             for ids in (
                 free.token_ids[length - 2 : length],
                 free.token_ids[: length - 1],
@@ -201,7 +213,13 @@ async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(benc
             )
         ]
         if len(stop) > 1 and stop not in before and text.endswith(stop) and stop.isprintable():
-            break
+            return stop, length
+    pytest.fail("no two tokens in a row will do")
+
+
+async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(bench: Bench) -> None:
+    free = await run(bench.engine, long_request(tokens=100))
+    stop, length = await stopping_place(bench.engine, free)
 
     made = await run(
         bench.engine, request((5, 6, 7), ignore_eos=True, max_tokens=100, stop=(stop,))
@@ -209,6 +227,43 @@ async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(benc
 
     assert (made.finish_reason, made.stop_reason) == ("stop", stop)
     assert made.token_ids == free.token_ids[:length]
+
+
+async def test_a_stop_string_may_begin_before_an_interruption(bench: Bench) -> None:
+    free = await run(bench.engine, long_request(tokens=100))
+    stop, length = await stopping_place(bench.engine, free)
+
+    for done in (length - 1, length - 2, 1):
+        asked = request(
+            (5, 6, 7, *free.token_ids[:done]), ignore_eos=True, max_tokens=100, stop=(stop,)
+        )
+        made = await run(bench.engine, dataclasses.replace(asked, done=done))
+        assert made.token_ids == free.token_ids[done:length]
+        assert (made.finish_reason, made.stop_reason) == ("stop", stop)
+    in_prompt = request((5, 6, 7, *free.token_ids[: length - 1]), max_tokens=1, stop=(stop,))
+    assert (await run(bench.engine, in_prompt)).finish_reason == "length"
+
+
+async def test_a_response_says_what_stops_it_and_its_text(bench: Bench) -> None:
+    engine = bench.engine
+    free = await run(engine, long_request(tokens=100))
+    stop, length = await stopping_place(engine, free)
+    ids, last = free.token_ids[:length], free.token_ids[length - 1]
+    whole = await text_of(engine, ids)
+
+    async def read(ids: Sequence[int], **params: Any) -> tuple[Stop | None, str]:
+        read = response((5, 6, 7), ids, **{"max_tokens": 100, "ignore_eos": True} | params)
+        return await engine.stop_of(read), await engine.text_of(read)
+
+    assert await read(ids) == (None, whole)
+    assert await read(ids, stop=(stop,)) == (Stop(stop), whole[: -len(stop)])
+    assert await read(ids, stop=(stop,), include_stop_str_in_output=True) == (Stop(stop), whole)
+    assert await read(ids, stop=(stop,), min_tokens=length) == (None, whole)
+    assert (await read(ids[:-1], stop=(stop,)))[0] is None
+    assert await read(ids, stop_token_ids=(last,)) == (Stop(last), await text_of(engine, ids[:-1]))
+    assert await read([*ids, 2], ignore_eos=False) == (Stop(None), whole)
+    assert await read([*ids, 2], stop=(stop,)) == (None, whole)
+    assert await engine.text_of(response((5, 6, 7), ())) == ""
 
 
 async def test_no_eos_before_min_tokens(bench: Bench) -> None:
@@ -460,11 +515,11 @@ async def test_text_and_chat_are_encoded_the_same_way_each_time(bench: Bench) ->
     chat = await bench.engine.encode([{"role": "user", "content": text}])
 
     assert ids.dtype == np.int32
-    assert await bench.engine.decode(ids, skip_special_tokens=True) == text
+    assert await text_of(bench.engine, ids.tolist()) == text
     assert (
         chat.tolist() == (await bench.engine.encode([{"role": "user", "content": text}])).tolist()
     )
-    assert "hello you" in await bench.engine.decode(chat, skip_special_tokens=True)
+    assert "hello you" in await text_of(bench.engine, chat.tolist())
 
 
 async def test_what_is_no_chat_is_refused(bench: Bench) -> None:

@@ -38,6 +38,9 @@ async def generate(
 async def _attempt(
     state: WorkerState, admission: Admission, reporter: Reporter, held: Held
 ) -> Outcome:
+    if held.made and (stop := await state.engine.stop_of(held.response())) is not None:
+        # Whoever made its last token could not report the end.
+        return await _finish(state, held, "stop", stop.reason)
     params = resume.rest(held.params, held.budget, held.claim.index, held.made)
     if params is None:
         return await _finish(state, held, "length", None)
@@ -49,7 +52,8 @@ async def _attempt(
         held.request_id = f"{held.id}-{held.claim.attempts}-{secrets.token_hex(4)}"
         if held.claim.tokens:
             state.meter.recomputed_tokens += len(prompt_ids)
-        outputs = await state.engine.add(EngineRequest(held.request_id, prompt_ids, params))
+        request = EngineRequest(held.request_id, prompt_ids, params, held.made)
+        outputs = await state.engine.add(request)
     if held.lost:
         # Lost on its way into the engine, which did not know the request then.
         await state.engine.abort([held.request_id])
@@ -74,7 +78,5 @@ async def _end(state: WorkerState, held: Held, last: EngineOutput) -> Outcome:
 async def _finish(
     state: WorkerState, held: Held, reason: str, stop_reason: int | str | None
 ) -> Outcome:
-    text = await state.engine.decode(
-        held.response_ids(), skip_special_tokens=held.params.skip_special_tokens
-    )
+    text = await state.engine.text_of(held.response())
     return Outcome("finish", reason, "" if stop_reason is None else json.dumps(stop_reason), text)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from producer.contract.messages import Chunk, Claim
 from producer.contract.sampling import SamplingParams
-from workers.engines.protocol import EngineOutput
+from workers.engines.protocol import EngineOutput, Response
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 #: half a megabyte: far below what a payload may have
@@ -138,3 +138,6 @@ class Held:
         """All response tokens so far, int32 [made]."""
         self.seal()
         return np.concatenate([p.chunk.token_ids for p in self.pieces]) if self.pieces else _NO_IDS
+
+    def response(self) -> Response:
+        return Response(self.prompt_ids, self.response_ids(), self.params)

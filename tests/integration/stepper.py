@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from producer.contract.errors import EngineDead, InvalidSample, WeightLoadError
 from workers.engines import sim_model
-from workers.engines.protocol import EngineInfo, EngineOutput, EngineRequest, PauseMode
+from workers.engines.protocol import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    PauseMode,
+    Response,
+    Stop,
+)
 
 MODEL = sim_model.HashModel(512)
 
@@ -199,8 +206,11 @@ class StepEngine:
         await self.encode_gate.wait()
         return self.template(prompt)
 
-    async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
-        return sim_model.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    async def stop_of(self, response: Response) -> Stop | None:
+        return sim_model.stop_of(response)
+
+    async def text_of(self, response: Response) -> str:
+        return sim_model.text_of(response)
 
     async def shutdown(self) -> None:
         if self.dead is None:

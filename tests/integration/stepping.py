@@ -16,16 +16,14 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tests.integration.stepper import StepEngine
+from workers.engines.protocol import Response
 from workers.settings import WorkerSettings
 from workers.worker import Worker
 
 
 class _Doomed(StepEngine):
-    async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
+    async def text_of(self, response: Response) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
         return ""
 

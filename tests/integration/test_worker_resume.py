@@ -39,6 +39,7 @@ async def test_each_attempt_sends_all_ids_and_asks_for_the_rest(pool: Pool) -> N
     rollout = await pool.one()
 
     assert engine.asked("g0/0") == [(3, 8, 0), (6, 5, 0), (8, 3, 0)]
+    assert [r.done for r in engine.requests] == [0, 3, 5]
     assert rollout.versions.tolist() == [1, 1, 1, 2, 2, 3, 3, 3]
     assert [(s.version, s.tokens, s.attempt) for s in rollout.segments] == [
         (1, 3, 1),
@@ -82,6 +83,22 @@ async def test_a_sample_whose_tokens_were_all_stored_is_not_sent_again(
     assert engine.requests == []
     assert (group.rollouts[0].finish_reason, group.rollouts[0].crashes) == ("length", 1)
     assert group.rollouts[0].response_ids.tolist() == list(range(8))
+
+
+async def test_a_sample_whose_last_stored_token_stops_it_is_not_sent_again(
+    pool: Pool, driver: Driver
+) -> None:
+    """Case 9: nothing comes after EOS, also where its worker died before it told the end."""
+    engine = StepEngine()
+    pool.submit()
+    driver.crash(driver.generate(driver.claim_one(), sim_model.EOS + 1))
+
+    await pool.start(engine)
+    (group,) = await pool.batch()
+
+    assert engine.requests == []
+    assert (group.rollouts[0].finish_reason, group.rollouts[0].crashes) == ("stop", 1)
+    assert group.rollouts[0].response_ids.tolist() == [0, 1, sim_model.EOS]
 
 
 @pytest.mark.parametrize(("made", "asks"), [(3, (6, 5, 2)), (6, (9, 2, 0))])

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.contract.errors import InvalidSample
-from workers.engines.protocol import EngineInfo, EngineOutput, EngineRequest, PauseMode
+from workers.engines.protocol import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    PauseMode,
+    Response,
+    Stop,
+)
 
 _INFO = EngineInfo(
     model="null",
@@ -70,7 +77,10 @@ class NullEngine:
     async def encode(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
         raise InvalidSample("the null engine has no tokenizer: give token ids")
 
-    async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
+    async def stop_of(self, response: Response) -> Stop | None:
+        return None
+
+    async def text_of(self, response: Response) -> str:
         return ""
 
     async def shutdown(self) -> None:

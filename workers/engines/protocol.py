@@ -4,7 +4,7 @@
 
 - A request that `add` returned from has been admitted: `pause("abort")` ends it.
 - Every request ends with exactly one output that has a `finish_reason`; together its
-  outputs hold every token that the engine made, each once, in order.
+  outputs hold every token that the engine made, each once, in order, and none after a stop.
 - The version of a token is the one whose weights computed it.
 - After `load` returned, no token and no cached prefix of older weights is used.
 """
@@ -42,12 +42,14 @@ class EngineRequest:
     """One attempt: the prompt and the response so far, and what is left to make.
 
     `params` is already what this attempt asks for: `max_tokens` is the rest (never None,
-    at least 1), `min_tokens` and `seed` are adjusted, `n` is ignored.
+    at least 1), `min_tokens` and `seed` are adjusted, `n` is ignored. The last `done` of
+    `prompt_ids` are response: a stop string may begin among them.
     """
 
     request_id: str
     prompt_ids: NDArray[np.int32]
     params: SamplingParams
+    done: int = 0
 
     def check(self, info: EngineInfo) -> None:
         """Raises InvalidSample: it can never run on such an engine."""
@@ -65,6 +67,22 @@ class EngineRequest:
                 f"a prompt of {len(ids)} tokens and max_tokens={asked} do not fit "
                 f"max_model_len={info.max_model_len}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """All tokens of a response so far, whoever made them, and what the trainer asked for."""
+
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What ends a response with `stop`: a stop string, the id of a token, None for EOS."""
+
+    reason: int | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +160,15 @@ class Engine(Protocol):
         Raises InvalidSample where the model has no tokenizer or no template.
         """
 
-    async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
-        """Text of a whole response; empty without a tokenizer."""
+    async def stop_of(self, response: Response) -> Stop | None:
+        """What stops a response (of one token or more) at its last token, if anything does."""
+
+    async def text_of(self, response: Response) -> str:
+        """Text of a response that has ended, as one uninterrupted request would have given it.
+
+        Without the id, or the string unless asked for, that stopped it; empty without a
+        tokenizer.
+        """
 
     async def shutdown(self) -> None:
         """End every process of the engine. Safe to call twice and on a dead engine."""

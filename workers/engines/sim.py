@@ -36,7 +36,14 @@ from producer.contract.errors import (
 )
 from producer.contract.manifest import Manifest
 from workers.engines import sim_model
-from workers.engines.protocol import EngineInfo, EngineOutput, EngineRequest, PauseMode
+from workers.engines.protocol import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    PauseMode,
+    Response,
+    Stop,
+)
 from workers.engines.sim_batch import Batch, Poison
 
 #: With no token rate the loop is given back after this many seconds of stepping.
@@ -240,8 +247,11 @@ class SimEngine:
         text = prompt if isinstance(prompt, str) else sim_model.chat_text(prompt)
         return sim_model.encode(text, self.settings.vocab_size)
 
-    async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
-        return sim_model.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    async def stop_of(self, response: Response) -> Stop | None:
+        return sim_model.stop_of(response)
+
+    async def text_of(self, response: Response) -> str:
+        return sim_model.text_of(response)
 
     async def shutdown(self) -> None:
         self._die("the engine was shut down")

@@ -7,6 +7,7 @@ many sequences run; Python looks only at those that end, fill an output or have 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,11 @@ class Batch:
             position=len(ids),
             limit=min(request.params.max_tokens or left, left),
         )
+        if request.done and request.params.stop:
+            before = sim_model.bytes_of(
+                ids[len(ids) - request.done :], request.params.skip_special_tokens
+            )
+            running.tail = _may_begin(before, request.params.stop)
         self.live[request.request_id] = running
         self._waiting.append(running)
 
@@ -238,15 +244,10 @@ class Batch:
             tokens[at] = token
         new = sim_model.token_bytes(token, params.skip_special_tokens)
         text = running.tail + new
-        stops = [stop.encode() for stop in params.stop]
-        keep = max((len(stop) for stop in stops), default=1) - 1
-        running.tail = text[len(text) - min(keep, len(text)) :]
-        if made > params.min_tokens:
-            for string, stop in zip(params.stop, stops, strict=True):
-                # Only a match that this token completes.
-                if stop in text[max(len(text) - len(new) - len(stop) + 1, 0) :]:
-                    return string
-        return None
+        running.tail = _may_begin(text, params.stop)
+        # Only a match that this token completes.
+        match = sim_model.completed(text, len(new), params.stop)
+        return match[0] if match and made > params.min_tokens else None
 
     def _take(
         self, running: Running, finish_reason: str | None, stop_reason: int | str | None
@@ -276,3 +277,9 @@ class Batch:
         if running is None:
             raise RuntimeError(f"row {row} of the simulated engine is empty")
         return running
+
+
+def _may_begin(text: bytes, stops: Sequence[str]) -> bytes:
+    """The end of a text, as far as a stop string may begin there."""
+    keep = max((len(stop.encode()) for stop in stops), default=1) - 1
+    return text[len(text) - min(keep, len(text)) :]

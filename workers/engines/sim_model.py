@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.contract.errors import InvalidSample
+from workers.engines.protocol import Response, Stop
 
 EOS = 2
 BYTE_0 = 3
@@ -117,9 +118,55 @@ def token_bytes(token: int, skip_special_tokens: bool) -> bytes:
     return b"" if skip_special_tokens else (b"<pad>", b"<s>", b"</s>")[token]
 
 
+def bytes_of(ids: NDArray[np.int32], skip_special_tokens: bool) -> bytes:
+    return b"".join([token_bytes(token, skip_special_tokens) for token in ids.tolist()])
+
+
 def decode(ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
-    parts = [token_bytes(token, skip_special_tokens) for token in ids.tolist()]
-    return b"".join(parts).decode(errors="replace")
+    return bytes_of(ids, skip_special_tokens).decode(errors="replace")
+
+
+def completed(text: bytes, new: int, stops: Sequence[str]) -> tuple[str, int] | None:
+    """The stop string that ends first within the last `new` bytes of a text, and where."""
+    found = []
+    for stop in stops:
+        string = stop.encode()
+        at = text.find(string, max(len(text) - new - len(string) + 1, 0))
+        if at >= 0:
+            found.append((stop, at + len(string)))
+    return min(found, key=lambda f: f[1], default=None)
+
+
+def stop_of(response: Response) -> Stop | None:
+    """What stops a response at its last token; below `min_tokens` only EOS does."""
+    params, ids = response.params, response.token_ids.tolist()
+    if ids[-1] == EOS and not params.ignore_eos:
+        return Stop(None)
+    if len(ids) <= params.min_tokens:
+        return None
+    if ids[-1] in params.stop_token_ids:
+        return Stop(ids[-1])
+    end = _string_end(response)
+    return Stop(end[0]) if end else None
+
+
+def text_of(response: Response) -> str:
+    """Text of an ended response, without what stopped it unless that was asked for."""
+    params, ids = response.params, response.token_ids
+    skip, include = params.skip_special_tokens, params.include_stop_str_in_output
+    stop = stop_of(response) if len(ids) else None
+    if stop is None or not isinstance(stop.reason, str):
+        return decode(ids if stop is None or include else ids[:-1], skip_special_tokens=skip)
+    end = _string_end(response)
+    assert end is not None
+    cut = 0 if include else len(stop.reason.encode())
+    return bytes_of(ids, skip)[: end[1] - cut].decode(errors="replace")
+
+
+def _string_end(response: Response) -> tuple[str, int] | None:
+    params, ids = response.params, response.token_ids
+    new = len(token_bytes(int(ids[-1]), params.skip_special_tokens))
+    return completed(bytes_of(ids, params.skip_special_tokens), new, params.stop)
 
 
 def chat_text(messages: Sequence[Any]) -> str:

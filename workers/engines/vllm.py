@@ -34,7 +34,14 @@ from producer.contract.errors import (
     WeightsError,
 )
 from producer.contract.sampling import SamplingParams
-from workers.engines.protocol import EngineInfo, EngineOutput, EngineRequest, PauseMode
+from workers.engines.protocol import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    PauseMode,
+    Response,
+    Stop,
+)
 from workers.engines.vllm_setup import (
     WEIGHT_TRANSFER_BACKEND,
     check_plugin,
@@ -46,6 +53,7 @@ from workers.engines.vllm_setup import (
     step_counter,
 )
 from workers.engines.vllm_stream import VllmStream, abort
+from workers.engines.vllm_text import VllmTexts, vllm_params
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -71,6 +79,7 @@ class VllmEngine:
         self._args.stream_interval = checkpoint_tokens
         self._llm: Any = None
         self._tokenizer: Any = None
+        self._texts: Any = None
         self._info: EngineInfo | None = None
         self._dead: str | None = None
         self._stepping = asyncio.Event()
@@ -79,7 +88,7 @@ class VllmEngine:
         self._before: set[Any] = set()
         self._children: list[Any] = []
         # One thread: a tokenizer may not be used by two at once.
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @property
     def info(self) -> EngineInfo:
@@ -116,6 +125,7 @@ class VllmEngine:
 
     def _describe(self) -> None:
         self._tokenizer = self._llm.tokenizer
+        self._texts = VllmTexts(self._llm)
         config = self._llm.vllm_config
         cache = config.cache_config
         self._info = EngineInfo(
@@ -156,14 +166,17 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._check_request(request)
-        # vLLM 0.32 would queue it, 0.33 refuses it.
-        await self._stepping.wait()
-        self._check_alive()
+        if request.done and request.params.stop:
+            read = await self._in_thread(partial(self._texts.read, request))
+            self._texts.resumed[request.request_id] = read
         try:
+            # vLLM 0.32 would queue it, 0.33 refuses it.
+            await self._stepping.wait()
+            self._check_alive()
             queue = await self._llm.add_request(
                 request.request_id,
                 tokens_input(request.prompt_ids.tolist()),
-                self._sampling_params(request.params),
+                vllm_params(request.params),
             )
         except asyncio.CancelledError:
             await self.abort([request.request_id])
@@ -172,6 +185,8 @@ class VllmEngine:
             raise EngineDead(f"vLLM's engine core is gone: {self.dead}") from error
         except (VLLMClientError, ValueError, TypeError) as error:
             raise InvalidSample(f"vLLM refuses the request: {error}") from error
+        finally:
+            self._texts.resumed.pop(request.request_id, None)
         return VllmStream(self._llm, queue)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -232,17 +247,17 @@ class VllmEngine:
         ids = await self._in_thread(partial(_encode, self._tokenizer, prompt))
         return np.array(ids, np.int32)
 
-    async def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
-        if self._tokenizer is None:
-            return ""
-        ids = token_ids.tolist()
-        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
-        return str(await self._in_thread(decode))
+    async def stop_of(self, response: Response) -> Stop | None:
+        stop: Stop | None = await self._in_thread(partial(self._texts.stop_of, response))
+        return stop
+
+    async def text_of(self, response: Response) -> str:
+        return str(await self._in_thread(partial(self._texts.text_of, response)))
 
     async def shutdown(self) -> None:
         self._dead = self._dead or "the engine was shut down"
         self._stepping.set()
-        self._texts.shutdown(wait=False)
+        self._thread.shutdown(wait=False)
         starting = self._starting
         if starting is None:
             return
@@ -260,7 +275,7 @@ class VllmEngine:
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._texts, function)
+            running = asyncio.get_running_loop().run_in_executor(self._thread, function)
         except RuntimeError as error:
             raise EngineDead("the engine was shut down") from error
         return await running
@@ -282,34 +297,6 @@ class VllmEngine:
         request.check(self.info)
         if self._tokenizer is None and (request.params.stop or request.params.bad_words):
             raise InvalidSample("stop and bad_words need a model with a tokenizer")
-
-    @staticmethod
-    def _sampling_params(params: SamplingParams) -> Any:
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.sampling_params import SamplingParams as VllmSamplingParams
-
-        return VllmSamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            seed=params.seed,
-            stop=list(params.stop) or None,
-            stop_token_ids=list(params.stop_token_ids) or None,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            ignore_eos=params.ignore_eos,
-            skip_special_tokens=params.skip_special_tokens,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            bad_words=list(params.bad_words) or None,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=bool(params.stop),
-            output_kind=RequestOutputKind.DELTA,
-        )
 
 
 def _encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
