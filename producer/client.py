@@ -8,13 +8,11 @@ not acked comes again to the same `consumer` after a restart.
 
 from __future__ import annotations
 
-import itertools
-import logging
 import operator
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -31,23 +29,21 @@ from producer.contract.keys import check_group_id, split_sample_id
 from producer.contract.messages import Job, Rollout, RolloutGroup
 from producer.contract.sampling import SamplingParams
 from producer.contract.states import StalenessPolicy, UpdatePolicy, WeightState
-from producer.inbox import Entry, Inbox
+from producer.inbox import Inbox
+from producer.intake import Intake
 from producer.outbox import Outbox
 from producer.pipeline import read_all
 from producer.prompts import Prompt, make_jobs
 from producer.results import build_rollout, sample_commands
 from producer.status import Status, build_status, status_commands, texts, worker_commands
+from producer.steps import Steps, Stream, finish, items
 from producer.weights import remove_old, write_checkpoint
-
-log = logging.getLogger("rollq")
 
 #: seconds between offers of what is outstanding, in case Redis lost it unnoticed
 _OFFER_SECONDS = 30.0
 #: seconds between offers while Redis is found to have lost some of it
 _OFFER_AGAIN_SECONDS = 1.0
-#: seconds between words to a trainer that waits in vain
-_SAY_SECONDS = 30.0
-#: milliseconds; well below the socket's time-out
+#: milliseconds that a read of results waits; well below the socket's time-out
 _BLOCK_MS = 500
 
 
@@ -89,6 +85,11 @@ class RolloutClient:
         self._newest = 0  # the highest version this client knows of
         self._disruptions = 0
         self._queue.open()
+        # Between two reads it reaps, which must be often for a lease.
+        block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
+        self._intake = Intake(
+            self._queue, self._inbox, self._outbox, self._tend, self.status, block_ms
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -144,16 +145,7 @@ class RolloutClient:
         )
         if isinstance(prompts, Sequence):
             jobs = list(jobs)
-        return self._outbox.enqueue(jobs, self._wait_for_room() if block else None)
-
-    def _wait_for_room(self) -> Callable[[], None]:
-        pauses = itertools.chain((0.01, 0.02, 0.05, 0.1, 0.2), itertools.repeat(0.5))
-
-        def wait() -> None:
-            self._tend()
-            time.sleep(next(pauses))
-
-        return wait
+        return finish(self._outbox.enqueue(jobs, self._tend if block else None))
 
     # results
 
@@ -174,9 +166,12 @@ class RolloutClient:
         Raises:
             ResultsTimeout: a batch took longer than `timeout` seconds.
         """
+        return items(self._batches(groups, ack, timeout=timeout, follow=follow))
+
+    def _batches(self, groups: int, ack: str, **how: Any) -> Stream[Batch]:
         if ack not in ("auto", "manual"):
             raise InvalidSample(f"ack={ack!r} must be 'auto' or 'manual'")
-        while batch := self.batch(groups, timeout=timeout, follow=follow):
+        while batch := (yield from self._batch(groups, **how)):
             yield batch
             if ack == "auto":
                 batch.ack()
@@ -189,65 +184,16 @@ class RolloutClient:
         Raises:
             ResultsTimeout: what did close stays with this client for its next call.
         """
-        max_results = int(self._queue.config["max_results"])
-        if groups < 1:
-            raise InvalidSample(f"groups={groups} must be at least 1")
-        if groups + len(self._inbox) > max_results:
-            raise InvalidSample(
-                f"groups={groups} and {len(self._inbox)} unacked are more than the queue's "
-                f"max_results={max_results}: they could never be closed together"
-            )
-        deadline = None if timeout is None else time.monotonic() + timeout
-        # Between two blocks it reaps, which must be often for a lease.
-        block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
-        taken: list[Entry] = []
-        say_at = time.monotonic() + _SAY_SECONDS
-        while len(taken) < groups:
-            self._tend()
-            drained = not self._inbox.behind and not follow and self._drained()
-            more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
-            taken += more
-            if drained and not more and not self._inbox.behind and not self._outbox.offer_again():
-                self._say_if_others_hold()
-                break
-            if time.monotonic() >= say_at:
-                log.warning("waiting for %d groups: %s", groups, self._waiting_for())
-                say_at = time.monotonic() + _SAY_SECONDS
-            if deadline is not None and time.monotonic() > deadline and len(taken) < groups:
-                self._inbox.put_back(taken)
-                raise ResultsTimeout(
-                    f"{len(taken)} of {groups} groups closed within {timeout:.0f} s; "
-                    f"{self._waiting_for()}"
-                )
-        return Batch(self._inbox.fetch(taken), self.ack)
+        return finish(self._batch(groups, timeout=timeout, follow=follow))
+
+    def _batch(self, groups: int, **how: Any) -> Steps[Batch]:
+        return Batch((yield from self._intake.take(groups, **how)), self.ack)
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete delivered groups; returns how many were still this consumer's to take."""
         acked = self._inbox.ack(groups)
         self._outbox.taken(g.id for g in groups)
         return acked
-
-    def _drained(self) -> bool:
-        keys = self._queue.keys
-        ready, leased = read_all(self._queue, [("ZCARD", keys["ready"]), ("ZCARD", keys["leases"])])
-        return not ready and not leased
-
-    def _waiting_for(self) -> str:
-        status = self.status()
-        return (
-            f"{status.ready} samples wait, {status.leased} are with workers, "
-            f"{len(status.workers)} workers live, weights are at version {status.current}"
-            f"{self._held_by_others()}"
-        )
-
-    def _held_by_others(self) -> str:
-        held = self._inbox.held_by_others()
-        words = ", ".join(f"{count} by consumer {name}" for name, count in held.items())
-        return f"; closed groups taken and not acked: {words}" if words else ""
-
-    def _say_if_others_hold(self) -> None:
-        if words := self._held_by_others():
-            log.warning("consumer %s has no more groups%s", self.consumer, words)
 
     def _tend(self) -> None:
         """What a waiting client does for the pool: reap, and bring back what Redis lost."""
@@ -285,10 +231,10 @@ class RolloutClient:
         """
         if isinstance(ids, str):
             raise InvalidSample(f"cancel takes a list of ids, not the text {ids!r}")
-        items = [
+        named = [
             (group, "" if index is None else index) for group, index in map(split_sample_id, ids)
         ]
-        return sum(sum(self._queue.call("cancel", p, reason=reason)) for p in split(items))
+        return sum(sum(self._queue.call("cancel", p, reason=reason)) for p in split(named))
 
     # weights
 

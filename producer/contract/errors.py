@@ -8,6 +8,7 @@
     ├── QueueUnusable         the Redis at the URL cannot carry a queue; says why
     ├── RedisUnavailable      Redis did not answer within the time allowed
     ├── ResultsTimeout        no group closed within the time asked for
+    ├── ResultsTaken          groups waited for by id were taken before, or by somebody else
     ├── WeightsError          a publication that is wrong in itself
     │   ├── WeightsMissing    files that are not to be seen here, or not yet
     │   └── WeightsRejected   no worker could load it; the pool serves the last good version
@@ -51,6 +52,10 @@ class RedisUnavailable(RollqError):
 
 class ResultsTimeout(RollqError, TimeoutError):
     """No group closed within the time asked for."""
+
+
+class ResultsTaken(RollqError):
+    """Groups that are waited for by id were taken before, or by another consumer."""
 
 
 class WeightsError(RollqError):
