@@ -12,39 +12,36 @@ import operator
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from producer.batch import Batch
-from producer.contract.connection import Queue, split
+from producer.contract.connection import Queue
 from producer.contract.errors import (
     InvalidSample,
-    ResultsTimeout,
     WeightsError,
-    WeightsRejected,
 )
 from producer.contract.keys import check_group_id, split_sample_id
-from producer.contract.messages import Job, Rollout, RolloutGroup
+from producer.contract.messages import Rollout, RolloutGroup
 from producer.contract.sampling import SamplingParams
-from producer.contract.states import StalenessPolicy, UpdatePolicy, WeightState
+from producer.contract.states import StalenessPolicy, UpdatePolicy
 from producer.inbox import Inbox
-from producer.intake import Intake
+from producer.operations import Operations
 from producer.outbox import Outbox
 from producer.pipeline import read_all
-from producer.prompts import Prompt, make_jobs
+from producer.progress import Progress
+from producer.prompts import Prompt
 from producer.results import build_rollout, sample_commands
 from producer.status import Status, build_status, status_commands, texts, worker_commands
-from producer.steps import Steps, Stream, finish, items
+from producer.steps import finish, items
 from producer.weights import remove_old, write_checkpoint
 
 #: seconds between offers of what is outstanding, in case Redis lost it unnoticed
 _OFFER_SECONDS = 30.0
 #: seconds between offers while Redis is found to have lost some of it
 _OFFER_AGAIN_SECONDS = 1.0
-#: milliseconds that a read of results waits; well below the socket's time-out
-_BLOCK_MS = 500
 
 
 class RolloutClient:
@@ -62,6 +59,9 @@ class RolloutClient:
         QueueUnusable: the server cannot carry a queue; says why.
         RedisUnavailable: it does not answer.
     """
+
+    #: milliseconds that a read of results waits; well below the socket's time-out
+    _block_ms = 500
 
     def __init__(
         self,
@@ -86,8 +86,9 @@ class RolloutClient:
         self._disruptions = 0
         self._queue.open()
         # Between two reads it reaps, which must be often for a lease.
-        block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
-        self._intake = Intake(
+        block_ms = min(self._block_ms, int(self._queue.config["lease_ms"]) // 5)
+        #: what this client does with samples; shared with the asyncio twin
+        self.operations = Operations(
             self._queue, self._inbox, self._outbox, self._tend, self.status, block_ms
         )
 
@@ -118,12 +119,19 @@ class RolloutClient:
         staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
         allow_restart: bool = False,
         block: bool = True,
+        progress: Progress = False,
     ) -> list[str]:
         """Enqueue one group a prompt; returns the group ids, in order.
 
         Enqueuing the same job under the same id again changes nothing, also after it was
-        delivered. A list is checked whole before anything is enqueued; any other iterable
-        is read as it is sent. See `producer.prompts.make_jobs` for what a prompt may be.
+        delivered. A list is checked whole before anything is enqueued; any other iterable,
+        such as a generator or a `datasets.Dataset`, is read as it is sent, so that a full
+        queue (`max_ready`) slows the reading. See `producer.prompts.make_jobs` for what a
+        prompt may be.
+
+        Args:
+            block: wait while the queue is full, instead of raising.
+            progress: True for a bar, or a function of (groups enqueued, groups or None).
 
         Raises:
             InvalidSample: naming the prompt and what is wrong with it.
@@ -131,21 +139,65 @@ class RolloutClient:
             QueueFull: `max_ready` is reached and `block` is False; its message says how
                 many groups were enqueued before.
         """
-        if not isinstance(sampling_params, SamplingParams | None):
-            raise InvalidSample(f"sampling_params must be SamplingParams, not {sampling_params!r}")
-        self._tend()
-        jobs: Iterable[Job] = make_jobs(
-            prompts,
-            sampling_params or SamplingParams(),
-            ids=ids,
-            metadata=metadata,
-            max_staleness=max_staleness,
-            staleness_policy=staleness_policy,
-            allow_restart=allow_restart,
+        return finish(
+            self.operations.submit(
+                prompts,
+                sampling_params,
+                ids=ids,
+                metadata=metadata,
+                max_staleness=max_staleness,
+                staleness_policy=staleness_policy,
+                allow_restart=allow_restart,
+                block=block,
+                progress=progress,
+            )
         )
-        if isinstance(prompts, Sequence):
-            jobs = list(jobs)
-        return finish(self._outbox.enqueue(jobs, self._tend if block else None))
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt] | str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        ids: Iterable[str] | None = None,
+        metadata: Iterable[Any] | None = None,
+        max_staleness: int | None = None,
+        staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
+        allow_restart: bool = False,
+        timeout: float | None = None,
+        progress: Progress = True,
+    ) -> Batch:
+        """Submit prompts and wait for exactly these; returns their groups in the same order.
+
+        They are acked when it returns. Other groups that close meanwhile come with later
+        batches of this client; so do these, if it is given up. All must fit into the
+        queue's `max_results`. Where several trainers take from one queue, another of them
+        may get what it waits for, which is an error: give it a queue of its own there.
+
+        Args:
+            timeout: seconds for all of it.
+            progress: True for a bar, or a function of (groups closed, groups).
+
+        Raises:
+            ResultsTimeout: says what the pool is doing.
+            ResultsTaken: some were taken before, under the same ids, or by somebody else.
+            QueueFull: other closed groups fill `max_results`, so that these cannot start.
+            InvalidSample, IdConflict: as `submit`.
+        """
+        batch = finish(
+            self.operations.generate(
+                prompts,
+                sampling_params,
+                ids=ids,
+                metadata=metadata,
+                max_staleness=max_staleness,
+                staleness_policy=staleness_policy,
+                allow_restart=allow_restart,
+                timeout=timeout,
+                progress=progress,
+            )
+        )
+        batch.ack()
+        return batch
 
     # results
 
@@ -166,15 +218,7 @@ class RolloutClient:
         Raises:
             ResultsTimeout: a batch took longer than `timeout` seconds.
         """
-        return items(self._batches(groups, ack, timeout=timeout, follow=follow))
-
-    def _batches(self, groups: int, ack: str, **how: Any) -> Stream[Batch]:
-        if ack not in ("auto", "manual"):
-            raise InvalidSample(f"ack={ack!r} must be 'auto' or 'manual'")
-        while batch := (yield from self._batch(groups, **how)):
-            yield batch
-            if ack == "auto":
-                batch.ack()
+        return items(self.operations.batches(groups, ack=ack, timeout=timeout, follow=follow))
 
     def batch(
         self, groups: int = 64, *, timeout: float | None = None, follow: bool = False
@@ -184,16 +228,19 @@ class RolloutClient:
         Raises:
             ResultsTimeout: what did close stays with this client for its next call.
         """
-        return finish(self._batch(groups, timeout=timeout, follow=follow))
+        return finish(self.operations.batch(groups, timeout=timeout, follow=follow))
 
-    def _batch(self, groups: int, **how: Any) -> Steps[Batch]:
-        return Batch((yield from self._intake.take(groups, **how)), self.ack)
+    def rollouts(self, *, timeout: float | None = None, follow: bool = False) -> Iterator[Rollout]:
+        """One rollout after another, those of a group together and in index order.
+
+        A group is acked when the first rollout behind it is asked for. One that was not
+        left behind comes again with the next call. Ends and raises as `batches`.
+        """
+        return items(self.operations.rollouts(timeout=timeout, follow=follow))
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete delivered groups; returns how many were still this consumer's to take."""
-        acked = self._inbox.ack(groups)
-        self._outbox.taken(g.id for g in groups)
-        return acked
+        return self.operations.ack(groups)
 
     def _tend(self) -> None:
         """What a waiting client does for the pool: reap, and bring back what Redis lost."""
@@ -224,17 +271,37 @@ class RolloutClient:
         )
         return build_rollout(sample_id, group or fields, fields, chunks) if fields else None
 
-    def cancel(self, ids: Iterable[str], reason: str = "cancelled by the trainer") -> int:
-        """Cancel groups or samples by id; returns how many samples were not terminal yet.
+    def partials(
+        self, ids: Iterable[str] | None = None, *, every: float = 0.5
+    ) -> Iterator[Rollout]:
+        """Samples as they grow: each with all its tokens so far whenever it has more of them,
+        and once when it has ended.
+
+        It looks every `every` seconds at what this client submitted and has not acked, or at
+        those of its groups and samples that `ids` names, and ends when all of them have
+        ended. Nothing is taken: the groups still come with `batches`.
+        """
+        return items(self.operations.partials(ids, every=every))
+
+    def cancel(
+        self,
+        ids: Iterable[str] | None = None,
+        reason: str = "cancelled by the trainer",
+        *,
+        where: Callable[[Rollout], bool] | None = None,
+        older_than: float | None = None,
+    ) -> int:
+        """Cancel groups or samples; returns how many samples were not terminal yet.
 
         They are delivered with the tokens made so far, as `cancelled`.
+
+        Args:
+            ids: of groups or samples.
+            where, older_than: choose among what this client submitted and has not acked (and
+                `ids` names, if given): samples, as `partials` shows them, for which `where`
+                is true and that were enqueued more than `older_than` seconds ago.
         """
-        if isinstance(ids, str):
-            raise InvalidSample(f"cancel takes a list of ids, not the text {ids!r}")
-        named = [
-            (group, "" if index is None else index) for group, index in map(split_sample_id, ids)
-        ]
-        return sum(sum(self._queue.call("cancel", p, reason=reason)) for p in split(named))
+        return finish(self.operations.cancel(ids, reason, where=where, older_than=older_than))
 
     # weights
 
@@ -310,23 +377,7 @@ class RolloutClient:
             WeightsRejected: no worker could load it; carries a worker's reason.
             ResultsTimeout: says what each worker serves.
         """
-        deadline = time.monotonic() + timeout
-        while True:
-            status = self.status()
-            if status.weights.get(f"{version}:state") == WeightState.BAD:
-                raise WeightsRejected(
-                    f"version {version} could not be loaded, the pool serves "
-                    f"{status.last_good}: {status.weights.get(f'{version}:error', '')}"
-                )
-            if sum(w.version >= version for w in status.workers) >= workers:
-                return
-            if time.monotonic() > deadline:
-                serving = ", ".join(f"{w.name}: {w.version} {w.last_error}" for w in status.workers)
-                raise ResultsTimeout(
-                    f"version {version} is not on {workers} workers after {timeout:.0f} s; "
-                    f"they serve {serving or 'nothing: no worker lives'}"
-                )
-            time.sleep(0.05)
+        finish(self.operations.wait_for_version(version, workers=workers, timeout=timeout))
 
     # watching
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from producer.contract.connection import Queue
 from producer.contract.errors import InvalidSample, QueueFull, ResultsTaken, ResultsTimeout
@@ -21,6 +22,9 @@ from producer.status import Status
 from producer.steps import Steps, Wait
 
 log = logging.getLogger("rollq")
+
+#: groups, and the newest weight version of the pool when they were taken
+Taken = tuple[tuple[RolloutGroup, ...], int]
 
 #: seconds between words to a trainer that waits in vain
 _SAY_SECONDS = 30.0
@@ -62,7 +66,7 @@ class Intake:
         least: int | None = None,
         timeout: float | None = None,
         follow: bool = False,
-    ) -> Steps[tuple[RolloutGroup, ...]]:
+    ) -> Steps[Taken]:
         """The next `least` to `most` closed groups; fewer, or none, when there are no more."""
         if most < 1:
             raise InvalidSample(f"groups={most} must be at least 1")
@@ -78,24 +82,37 @@ class Intake:
                     break
                 watch.check(len(taken))
                 yield Wait()
-            groups = self._inbox.fetch(taken)
+            groups, version = self._inbox.fetch(taken), self.version()
             taken = []
-            return groups
+            return groups, version
         finally:
             self._put_back(taken)
 
+    @contextmanager
+    def keeping(self, ids: Sequence[str]) -> Iterator[None]:
+        """While it lasts, the groups with these ids are for `take_named` alone."""
+        wanted = set(ids)
+        if twice := wanted & self._named:
+            raise InvalidSample(f"group {min(twice)} is waited for already")
+        self._check_room(len(wanted))
+        self._named |= wanted
+        try:
+            yield
+        finally:
+            self._named -= wanted
+
     def take_named(
         self, ids: Sequence[str], timeout: float | None, report: Callable[[int], None]
-    ) -> Steps[tuple[RolloutGroup, ...]]:
+    ) -> Steps[Taken]:
         """The groups with these ids, in their order, as soon as all of them are closed.
+
+        To be called within `keeping(ids)`.
 
         Raises:
             ResultsTaken: one of them went to somebody else.
             QueueFull: so many other groups wait to be taken that these cannot start.
         """
         wanted = set(ids)
-        self._check_room(len(wanted))
-        self._named |= wanted
         taken: dict[str, Entry] = {}
         watch = _Watch(len(wanted), timeout, self._waiting_for)
         try:
@@ -108,12 +125,17 @@ class Intake:
                 watch.check(len(taken))
                 yield Wait()
             groups = self._inbox.fetch([taken[g] for g in dict.fromkeys(ids)])
+            version = self.version()
             taken = {}
             by_id = {g.id: g for g in groups}
-            return tuple(by_id[g] for g in ids if g in by_id)
+            return tuple(by_id[g] for g in ids if g in by_id), version
         finally:
-            self._named -= wanted
             self._put_back(taken.values())
+
+    def version(self) -> int:
+        """The newest weight version of the pool."""
+        [current] = read_all(self._queue, [("HGET", self._queue.keys["weights"], "current")])
+        return int(current or 0)
 
     def put_back(self, groups: Sequence[RolloutGroup]) -> None:
         """Groups that were taken and shown to nobody: they come again."""

@@ -35,6 +35,7 @@ def make_jobs(
     max_staleness: int | None = None,
     staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
     allow_restart: bool = False,
+    first: int = 0,
 ) -> Iterator[Job]:
     """A job for each prompt, lazily.
 
@@ -46,6 +47,7 @@ def make_jobs(
         metadata: any plain values, one a prompt, returned untouched with the group.
         allow_restart: accept parameters that an interrupted sample cannot carry over
             (`SamplingParams.stateful`); such samples start again after an interruption.
+        first: what the first prompt is called in messages.
 
     Raises:
         InvalidSample: naming the prompt's position and what is wrong.
@@ -57,6 +59,8 @@ def make_jobs(
         )
     if isinstance(prompts, Mapping):
         raise InvalidSample("prompts is one row: put it into a list")
+    if hasattr(prompts, "iterrows"):  # a pandas table, whose iteration gives its columns' names
+        raise InvalidSample("prompts is a table: pass its rows, as table.to_dict('records')")
     if isinstance(ids, str):
         raise InvalidSample(f"ids is a list, one a prompt, not the text {ids!r}")
     policy = _policy(staleness_policy)
@@ -68,7 +72,8 @@ def make_jobs(
         max_staleness = int(max_staleness)
     given_ids = iter(ids) if ids is not None else None
     given_metadata = iter(metadata) if metadata is not None else None
-    for position, item in enumerate([prompts] if isinstance(prompts, str) else prompts):
+    each = [prompts] if isinstance(prompts, str) else prompts
+    for position, item in enumerate(each, first):
         where = f"prompt {position}"
         group_id = _next(given_ids, "ids", where) if given_ids else secrets.token_hex(8)
         prompt, prompt_ids, row = _read(item, where)
@@ -124,6 +129,8 @@ def _read(item: Any, where: str) -> tuple[str | Messages | None, NDArray[np.int3
                 prompt, ids, _ = _read(item[name], where)
                 rest = {k: v for k, v in item.items() if k != name}
                 return prompt, ids, rest or None
+        if "role" in item:
+            raise InvalidSample(f"{where} is one chat message: a prompt is a list of them")
         raise InvalidSample(f"{where}: a row needs one of the fields {', '.join(_ROW_PROMPTS)}")
     if isinstance(item, Sequence) and len(item) and isinstance(item[0], Mapping):
         return _messages(item, where), None, None
