@@ -104,6 +104,7 @@ class RolloutClient:
         self.close()
 
     def close(self) -> None:
+        """Let go of the connection; what was submitted stays in the queue."""
         self._queue.close()
 
     # submit

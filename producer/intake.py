@@ -70,7 +70,7 @@ class Intake:
         """The next `least` to `most` closed groups; fewer, or none, when there are no more."""
         if most < 1:
             raise InvalidSample(f"groups={most} must be at least 1")
-        self._check_room(most)
+        self._check_room(most, len(self._inbox) - sum(map(self._free, self._aside)))
         taken: list[Entry] = []
         watch = _Watch(least or most, timeout, self._waiting_for)
         try:
@@ -94,7 +94,7 @@ class Intake:
         wanted = set(ids)
         if twice := wanted & self._named:
             raise InvalidSample(f"group {min(twice)} is waited for already")
-        self._check_room(len(wanted))
+        self._check_room(len(wanted), len(self._inbox))
         self._named |= wanted
         try:
             yield
@@ -169,11 +169,11 @@ class Intake:
         ready, leased = read_all(self._queue, [("ZCARD", keys["ready"]), ("ZCARD", keys["leases"])])
         return not ready and not leased
 
-    def _check_room(self, groups: int) -> None:
+    def _check_room(self, groups: int, unacked: int) -> None:
         max_results = int(self._queue.config["max_results"])
-        if groups + len(self._inbox) > max_results:
+        if groups + unacked > max_results:
             raise InvalidSample(
-                f"groups={groups} and {len(self._inbox)} unacked are more than the queue's "
+                f"groups={groups} and {unacked} unacked are more than the queue's "
                 f"max_results={max_results}: they could never be closed together"
             )
 
