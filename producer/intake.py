@@ -72,9 +72,10 @@ class Intake:
             raise InvalidSample(f"groups={most} must be at least 1")
         self._check_room(most, len(self._inbox) - sum(map(self._free, self._aside)))
         taken: list[Entry] = []
-        watch = _Watch(least or most, timeout, self._waiting_for)
+        least = least or most
+        watch = _Watch(f"{least} groups", least, timeout, self._waiting_for)
         try:
-            while len(taken) < watch.groups:
+            while len(taken) < least:
                 more, drained = self._read(most - len(taken), self._free, not follow)
                 taken += more
                 if drained and not more and not self._outbox.offer_again():
@@ -114,7 +115,7 @@ class Intake:
         """
         wanted = set(ids)
         taken: dict[str, Entry] = {}
-        watch = _Watch(len(wanted), timeout, self._waiting_for)
+        watch = _Watch(f"{len(wanted)} groups", len(wanted), timeout, self._waiting_for)
         try:
             while len(taken) < len(wanted):
                 more, drained = self._read(_MOST, wanted.__contains__, True)
@@ -195,10 +196,22 @@ class Intake:
                 "id need a queue each, and a second generate() needs other ids"
             )
 
+    def room(self) -> Callable[[], None]:
+        """To be called while a submission waits for room: tends, and says why it waits."""
+        max_ready = self._queue.config["max_ready"]
+        watch = _Watch(f"room, max_ready={max_ready}", 0, None, self._waiting_for)
+
+        def wait() -> None:
+            self._tend()
+            watch.check(0)
+
+        return wait
+
     def _waiting_for(self) -> str:
         status = self._status()
         return (
             f"{status.ready} samples wait, {status.leased} are with workers, "
+            f"{status.results} closed groups are not acked, "
             f"{len(status.workers)} workers live, weights are at version {status.current}"
             f"{self._held_by_others()}"
         )
@@ -214,10 +227,13 @@ class Intake:
 
 
 class _Watch:
-    """The patience of one that waits for so many groups."""
+    """The patience of one that waits for `what`, so many groups."""
 
-    def __init__(self, groups: int, timeout: float | None, why: Callable[[], str]) -> None:
+    def __init__(
+        self, what: str, groups: int, timeout: float | None, why: Callable[[], str]
+    ) -> None:
         self.groups = groups
+        self._what = what
         self._timeout = timeout
         self._why = why
         self._deadline = None if timeout is None else time.monotonic() + timeout
@@ -227,7 +243,7 @@ class _Watch:
         """Say what one waits for, now and then. Raises ResultsTimeout."""
         now = time.monotonic()
         if now >= self._say_at:
-            log.warning("waiting for %d groups: %s", self.groups, self._why())
+            log.warning("waiting for %s: %s", self._what, self._why())
             self._say_at = now + _SAY_SECONDS
         if self._deadline is not None and now > self._deadline and taken < self.groups:
             raise ResultsTimeout(

@@ -69,7 +69,7 @@ class Operations:
             jobs = list(jobs)
         self._tend()
         with reporting(progress, "submitted", size_of(prompts)) as report:
-            wait = self._tend if block else None
+            wait = self._intake.room() if block else None
             return (yield from self._outbox.enqueue(jobs, wait, lambda done: report(first + done)))
 
     def generate(
@@ -87,7 +87,7 @@ class Operations:
             return Batch((), self._intake.version(), self.ack)
         self._tend()
         with reporting(progress, "generated", len(jobs)) as report:
-            args = (self._outbox, self._intake, jobs, self._tend, timeout, report)
+            args = (self._outbox, self._intake, jobs, self._intake.room(), timeout, report)
             return Batch(*(yield from generate(*args)), self.ack)
 
     # take
