@@ -58,7 +58,9 @@ def make_jobs(
             "pass allow_restart=True to have such samples start again, or leave it out"
         )
     if isinstance(prompts, Mapping):
-        raise InvalidSample("prompts is one row: put it into a list")
+        raise InvalidSample(
+            "prompts is one row, or a dict of splits: put the row into a list, or choose a split"
+        )
     if hasattr(prompts, "iterrows"):  # a pandas table, whose iteration gives its columns' names
         raise InvalidSample("prompts is a table: pass its rows, as table.to_dict('records')")
     if isinstance(ids, str):
@@ -127,7 +129,7 @@ def _read(item: Any, where: str) -> tuple[str | Messages | None, NDArray[np.int3
         for name in _ROW_PROMPTS:
             if name in item:
                 prompt, ids, _ = _read(item[name], where)
-                rest = {k: v for k, v in item.items() if k != name}
+                rest = {k: _plain(v) for k, v in item.items() if k != name}
                 return prompt, ids, rest or None
         if "role" in item:
             raise InvalidSample(f"{where} is one chat message: a prompt is a list of them")
@@ -139,6 +141,11 @@ def _read(item: Any, where: str) -> tuple[str | Messages | None, NDArray[np.int3
     raise InvalidSample(
         f"{where} is a {type(item).__name__}; a prompt is a text, token ids, chat messages or a row"
     )
+
+
+def _plain(value: Any) -> Any:
+    """Lists for the arrays and tensors that rows of a dataset in such a format have."""
+    return value.tolist() if isinstance(value, np.ndarray) or hasattr(value, "detach") else value
 
 
 def _text(text: str, where: str) -> str:

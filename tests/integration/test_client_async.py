@@ -85,25 +85,30 @@ async def test_a_batch_is_acked_by_hand(pool: Pool, client: AsyncRolloutClient) 
 async def test_generate_and_batches_at_once_get_each_their_own(
     pool: Pool, client: AsyncRolloutClient
 ) -> None:
-    engine = waiting_for("mine")
+    mine = [f"m{i}" for i in range(8)]
+    engine = waiting_for(*mine)
     await pool.start(engine)
     await client.submit([[1, 2, 3]] * 3, PARAMS, ids=["a", "b", "c"])
     seen: list[int] = []
+
+    def told(closed: int, groups: int | None) -> None:
+        asyncio.get_running_loop()
+        seen.append(closed)
 
     async def others() -> list[str]:
         return [g.id async for batch in client.batches(1) for g in batch]
 
     taking = asyncio.create_task(others())
     generating = asyncio.create_task(
-        client.generate(
-            [[1, 2, 3]] * 2, PARAMS, ids=["mine", "fast"], progress=lambda n, of: seen.append(n)
-        )
+        client.generate([[1, 2, 3]] * 8, PARAMS, ids=mine, progress=told)
     )
-    await pool.in_engine(engine, 1)
-    await async_wait_until(lambda: seen[-1:] == [1], "one is reported, in this loop")
-    engine.allow(5)
+    await pool.in_engine(engine, 8)
+    # One at a time, so that either might be the one that reads it.
+    for closed, group in enumerate(mine, 1):
+        engine.allow(5, f"{group}/0")
+        await async_wait_until(lambda: seen[-1:] == [closed], f"{closed} told, in this loop")  # noqa: B023
 
-    assert [proved_group(g).id for g in await generating] == ["mine", "fast"]
+    assert [proved_group(g).id for g in await generating] == mine
     assert sorted(await taking) == ["a", "b", "c"]
     await async_wait_until(lambda: pool.client.status().results == 0, "all are acked")
 
@@ -173,8 +178,13 @@ async def test_what_goes_wrong_with_a_prompt_is_told(
         yield [1]
         raise ZeroDivisionError("no more")
 
-    with pytest.raises(InvalidSample, match="prompt 2: token id -1"):
-        await client.submit(prompts_of([1], [2], [-1]), PARAMS)
+    async def later() -> AsyncIterator[list[int]]:
+        yield [1]
+        await async_wait_until(lambda: pool.client.status().ready == 1, "the first is in")
+        yield [-1]
+
+    with pytest.raises(InvalidSample, match="prompt 1: token id -1"):
+        await client.submit(later(), PARAMS)
     with pytest.raises(InvalidSample, match="prompt 1: token id -1"):
         await client.submit([[1], [-1]], PARAMS)
     with pytest.raises(InvalidSample, match="ids is a list"):

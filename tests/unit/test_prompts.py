@@ -140,6 +140,21 @@ def test_a_dataset_is_read_row_by_row() -> None:
     assert [(j.prompt, j.metadata) for j in jobs] == [("hi", {"answer": 1}), ("ho", {"answer": 2})]
 
 
+def test_arrays_and_tensors_in_a_row_become_lists() -> None:
+    torch = pytest.importorskip("torch")
+    row = {
+        "prompt_ids": torch.tensor([5, 6]),
+        "answer": torch.tensor(7),
+        "weights": torch.tensor([0.5, 1.0], dtype=torch.bfloat16),
+        "table": np.array([[1, 2], [3, 4]]),
+    }
+
+    made = job(row)
+
+    assert made.metadata == {"answer": 7, "weights": [0.5, 1.0], "table": [[1, 2], [3, 4]]}
+    made.to_item()
+
+
 def test_what_the_first_prompt_is_called_can_be_said() -> None:
     with pytest.raises(InvalidSample, match="prompt 7 is empty"):
         list(make_jobs(["x", ""], SamplingParams(), first=6))

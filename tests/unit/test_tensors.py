@@ -140,10 +140,11 @@ def test_a_rollout_becomes_tensors_of_its_own() -> None:
         "versions": [1, 1, 3],
         "response_logprobs": [-10.0, -11.0, -30.0],
     }
-    assert tensors.pop("response_logprobs").dtype == torch.float32
+    logprobs = tensors.pop("response_logprobs")
+    assert logprobs.dtype == torch.float32
     assert {t.dtype for t in tensors.values()} == {torch.int64}
-    tensors["prompt_ids"][0] = 7
-    assert rollout.prompt_ids[0] == 1
+    logprobs[0] = 7
+    assert rollout.response_logprobs[0] == -10
 
 
 def test_verls_fields_have_its_names_and_plain_lists() -> None:
