@@ -3,7 +3,8 @@
 Importing it loads neither torch nor vllm.
 """
 
-from producer.batch import Batch
+from producer.aio import AsyncRolloutClient
+from producer.batch import AsyncBatch, Batch
 from producer.client import RolloutClient
 from producer.contract.errors import (
     IdConflict,
@@ -11,6 +12,7 @@ from producer.contract.errors import (
     QueueFull,
     QueueUnusable,
     RedisUnavailable,
+    ResultsTaken,
     ResultsTimeout,
     RewardError,
     RollqError,
@@ -21,12 +23,15 @@ from producer.contract.messages import Rollout, RolloutGroup, Segment
 from producer.contract.sampling import SamplingParams
 
 __all__ = [
+    "AsyncBatch",
+    "AsyncRolloutClient",
     "Batch",
     "IdConflict",
     "InvalidSample",
     "QueueFull",
     "QueueUnusable",
     "RedisUnavailable",
+    "ResultsTaken",
     "ResultsTimeout",
     "RewardError",
     "Rollout",

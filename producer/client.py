@@ -8,53 +8,31 @@ not acked comes again to the same `consumer` after a restart.
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from producer.batch import Batch
-from producer.contract.connection import Call, Queue, split
-from producer.contract.errors import InvalidSample, ResultsTimeout
-from producer.contract.keys import check_group_id, rewards_queue, split_sample_id
-from producer.contract.messages import Job, Rollout, RolloutGroup
+from producer.contract.connection import Queue
+from producer.contract.errors import InvalidSample
+from producer.contract.keys import check_group_id, split_sample_id
+from producer.contract.messages import Rollout, RolloutGroup
 from producer.contract.rewards import Dispatcher
 from producer.contract.sampling import SamplingParams
 from producer.contract.states import StalenessPolicy, UpdatePolicy
-from producer.inbox import Entry, Inbox
+from producer.inbox import Inbox
+from producer.operations import Operations
 from producer.outbox import Outbox
 from producer.pipeline import read_all
-from producer.prompts import Prompt, make_jobs
-from producer.publish import (
-    Wait,
-    check_wait,
-    clean_up,
-    prepare,
-    rejected,
-    served,
-    wait_until,
-)
+from producer.progress import Progress
+from producer.prompts import Prompt
+from producer.publish import Publisher, Workers
 from producer.results import build_rollout, sample_commands
 from producer.status import Status, build_status, status_commands, texts, worker_commands
-
-log = logging.getLogger("rollq")
-
-#: seconds between offers of what is outstanding, in case Redis lost it unnoticed
-_OFFER_SECONDS = 30.0
-#: seconds between offers while Redis is found to have lost some of it
-_OFFER_AGAIN_SECONDS = 1.0
-#: seconds between words to a trainer that waits in vain
-_SAY_SECONDS = 30.0
-#: seconds between looks for closed groups that nobody grades
-_GRADE_SECONDS = 0.25
-#: milliseconds; well below the socket's time-out
-_BLOCK_MS = 500
+from producer.steps import finish, items
+from producer.tending import Tending
 
 
 class RolloutClient:
@@ -73,6 +51,9 @@ class RolloutClient:
         RedisUnavailable: it does not answer.
     """
 
+    #: milliseconds that a read of results waits; well below the socket's time-out
+    _block_ms = 500
+
     def __init__(
         self,
         url: str | None = None,
@@ -90,13 +71,23 @@ class RolloutClient:
         self._queue = Queue(url, queue, limits=limits, patience=patience)
         self._outbox = Outbox(self._queue)
         self._inbox = Inbox(self._queue, self.consumer)
+        self._publisher = Publisher(self._queue, self.status)
         self._graders = Dispatcher(url, queue)
-        self._next_reap = self._next_offer = self._next_grading = 0.0
-        self._published: dict[str, Any] = {}  # the last publication, to be made again if lost
-        self._newest = 0  # the highest version this client knows of
-        self._disruptions = 0
+        self._tend = Tending(self._queue, self._inbox, self._outbox, self._publisher, self._graders)
         self._queue.open()
         self._inbox.recover()
+        # Between two reads it reaps, which must be often for a lease.
+        block_ms = min(self._block_ms, int(self._queue.config["lease_ms"]) // 5)
+        #: what this client does with samples; shared with the asyncio twin
+        self.operations = Operations(
+            self._queue,
+            self._inbox,
+            self._outbox,
+            self._publisher,
+            self._tend,
+            self.status,
+            block_ms,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +101,7 @@ class RolloutClient:
         self.close()
 
     def close(self) -> None:
+        """Let go of the connection; what was submitted stays in the queue."""
         self._graders.close()
         self._queue.close()
 
@@ -127,14 +119,21 @@ class RolloutClient:
         allow_restart: bool = False,
         reward: str | None = None,
         block: bool = True,
+        progress: Progress = False,
     ) -> list[str]:
         """Enqueue one group a prompt; returns the group ids, in order.
 
         Enqueuing the same job under the same id again changes nothing, also after it was
-        delivered. A list is checked whole before anything is enqueued; any other iterable
-        is read as it is sent. See `producer.prompts.make_jobs` for what a prompt may be.
-        With a `reward` function a group is delivered when it is graded, or with the grader's
-        error as `group.reward_error`.
+        delivered. A list is checked whole before anything is enqueued; any other iterable,
+        such as a generator or a `datasets.Dataset`, is read as it is sent, so that a full
+        queue (`max_ready`) slows the reading. See `producer.prompts.make_jobs` for what a
+        prompt may be.
+
+        Args:
+            reward: a function `package.module:function`: a group is delivered when it is
+                graded, or with the grader's error as `group.reward_error`.
+            block: wait while the queue is full, instead of raising.
+            progress: True for a bar, or a function of (groups enqueued, groups or None).
 
         Raises:
             InvalidSample: naming the prompt and what is wrong with it.
@@ -142,31 +141,68 @@ class RolloutClient:
             QueueFull: `max_ready` is reached and `block` is False; its message says how
                 many groups were enqueued before.
         """
-        if not isinstance(sampling_params, SamplingParams | None):
-            raise InvalidSample(f"sampling_params must be SamplingParams, not {sampling_params!r}")
-        self._tend()
-        jobs: Iterable[Job] = make_jobs(
-            prompts,
-            sampling_params or SamplingParams(),
-            ids=ids,
-            metadata=metadata,
-            max_staleness=max_staleness,
-            staleness_policy=staleness_policy,
-            allow_restart=allow_restart,
-            reward=reward,
+        return finish(
+            self.operations.submit(
+                prompts,
+                sampling_params,
+                ids=ids,
+                metadata=metadata,
+                max_staleness=max_staleness,
+                staleness_policy=staleness_policy,
+                allow_restart=allow_restart,
+                reward=reward,
+                block=block,
+                progress=progress,
+            )
         )
-        if isinstance(prompts, Sequence):
-            jobs = list(jobs)
-        return self._outbox.enqueue(jobs, self._wait_for_room() if block else None)
 
-    def _wait_for_room(self) -> Callable[[], None]:
-        pauses = itertools.chain((0.01, 0.02, 0.05, 0.1, 0.2), itertools.repeat(0.5))
+    def generate(
+        self,
+        prompts: Iterable[Prompt] | str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        ids: Iterable[str] | None = None,
+        metadata: Iterable[Any] | None = None,
+        max_staleness: int | None = None,
+        staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
+        allow_restart: bool = False,
+        reward: str | None = None,
+        timeout: float | None = None,
+        progress: Progress = True,
+    ) -> Batch:
+        """Submit prompts and wait for exactly these; returns their groups in the same order.
 
-        def wait() -> None:
-            self._tend()
-            time.sleep(next(pauses))
+        They are acked when it returns. Other groups that close meanwhile come with later
+        batches of this client; so do these, if it is given up. All must fit into the
+        queue's `max_results`. Where several trainers take from one queue, another of them
+        may get what it waits for, which is an error: give it a queue of its own there.
 
-        return wait
+        Args:
+            timeout: seconds for all of it.
+            progress: True for a bar, or a function of (groups closed, groups).
+
+        Raises:
+            ResultsTimeout: says what the pool is doing.
+            ResultsTaken: some were taken before, under the same ids, or by somebody else.
+            QueueFull: other closed groups fill `max_results`, so that these cannot start.
+            InvalidSample, IdConflict: as `submit`.
+        """
+        batch = finish(
+            self.operations.generate(
+                prompts,
+                sampling_params,
+                ids=ids,
+                metadata=metadata,
+                max_staleness=max_staleness,
+                staleness_policy=staleness_policy,
+                allow_restart=allow_restart,
+                reward=reward,
+                timeout=timeout,
+                progress=progress,
+            )
+        )
+        batch.ack()
+        return batch
 
     # results
 
@@ -187,12 +223,7 @@ class RolloutClient:
         Raises:
             ResultsTimeout: a batch took longer than `timeout` seconds.
         """
-        if ack not in ("auto", "manual"):
-            raise InvalidSample(f"ack={ack!r} must be 'auto' or 'manual'")
-        while batch := self.batch(groups, timeout=timeout, follow=follow):
-            yield batch
-            if ack == "auto":
-                batch.ack()
+        return items(self.operations.batches(groups, ack=ack, timeout=timeout, follow=follow))
 
     def batch(
         self, groups: int = 64, *, timeout: float | None = None, follow: bool = False
@@ -202,43 +233,19 @@ class RolloutClient:
         Raises:
             ResultsTimeout: what did close stays with this client for its next call.
         """
-        max_results = int(self._queue.config["max_results"])
-        if groups < 1:
-            raise InvalidSample(f"groups={groups} must be at least 1")
-        if groups + len(self._inbox) > max_results:
-            raise InvalidSample(
-                f"groups={groups} and {len(self._inbox)} unacked are more than the queue's "
-                f"max_results={max_results}: they could never be closed together"
-            )
-        deadline = None if timeout is None else time.monotonic() + timeout
-        # Between two blocks it reaps, which must be often for a lease.
-        block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
-        taken: list[Entry] = []
-        say_at = time.monotonic() + _SAY_SECONDS
-        while len(taken) < groups:
-            self._tend()
-            drained = not self._inbox.behind and not follow and self._drained()
-            more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
-            taken += more
-            if drained and not more and not self._inbox.behind and not self._outbox.offer_again():
-                self._say_if_others_hold()
-                break
-            if time.monotonic() >= say_at:
-                log.warning("waiting for %d groups: %s", groups, self._waiting_for())
-                say_at = time.monotonic() + _SAY_SECONDS
-            if deadline is not None and time.monotonic() > deadline and len(taken) < groups:
-                self._inbox.put_back(taken)
-                raise ResultsTimeout(
-                    f"{len(taken)} of {groups} groups closed within {timeout:.0f} s; "
-                    f"{self._waiting_for()}"
-                )
-        return Batch(self._inbox.fetch(taken), self.ack)
+        return finish(self.operations.batch(groups, timeout=timeout, follow=follow))
+
+    def rollouts(self, *, timeout: float | None = None, follow: bool = False) -> Iterator[Rollout]:
+        """One rollout after another, those of a group together and in index order.
+
+        A group is acked when the first rollout behind it is asked for. One that was not
+        left behind comes again with the next call. Ends and raises as `batches`.
+        """
+        return items(self.operations.rollouts(timeout=timeout, follow=follow))
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete delivered groups; returns how many were still this consumer's to take."""
-        acked = self._inbox.ack(groups)
-        self._outbox.taken(g.id for g in groups)
-        return acked
+        return self.operations.ack(groups)
 
     def adopt(self, consumer: str, *, idle: float = 600.0, force: bool = False) -> int:
         """Take over what a consumer that is gone for good had taken; returns how many groups.
@@ -249,57 +256,6 @@ class RolloutClient:
             InvalidSample: it read within `idle` seconds, so it may live, and `force` is False.
         """
         return self._inbox.adopt(consumer, idle, force=force)
-
-    def _drained(self) -> bool:
-        keys = self._queue.keys
-        # In the order that samples pass them, so that none is missed between two reads.
-        names = ("ready", "leases", "grading")
-        return not any(read_all(self._queue, [("ZCARD", keys[name]) for name in names]))
-
-    def _waiting_for(self) -> str:
-        status = self.status()
-        return (
-            f"{status.ready} samples wait, {status.leased} are with workers, "
-            f"{len(status.workers)} workers live, weights are at version {status.current}"
-            f"{self._ungraded(status)}{self._held_by_others()}"
-        )
-
-    def _ungraded(self, status: Status) -> str:
-        if not status.grading:
-            return ""
-        rq = f"rq worker ... {rewards_queue(self._queue.keys.queue)}"
-        return f"; {status.grading} closed groups wait for their rewards from `{rq}`"
-
-    def _held_by_others(self) -> str:
-        held = self._inbox.held_by_others()
-        words = ", ".join(f"{count} by consumer {name}" for name, count in held.items())
-        return f"; closed groups taken and not acked: {words}" if words else ""
-
-    def _say_if_others_hold(self) -> None:
-        if words := self._held_by_others():
-            log.warning("consumer %s has no more groups%s", self.consumer, words)
-
-    def _tend(self) -> None:
-        """What a waiting client does for the pool: reap, and bring back what Redis lost."""
-        now = time.monotonic()
-        if now >= self._next_reap:
-            calls: list[Call] = [("reap", {"limit": 256}, ()), self._inbox.attendance()]
-            self._inbox.attended(self._queue.call_many(calls)[1])
-            self._next_reap = now + int(self._queue.config["lease_ms"]) / 5000
-        if now >= self._next_grading and not self._graders.refused:
-            if due := self._queue.call("due", limit=256):
-                self._graders.send(due)
-            self._next_grading = now + _GRADE_SECONDS
-        if self._disruptions != self._queue.disruptions:
-            self._disruptions = self._queue.disruptions
-            self._inbox.recover()
-            self._publish_again()
-            self._next_offer = now
-        # Not before others could say what they took of it.
-        if now >= self._next_offer and self._inbox.settled():
-            lost = self._outbox.offer_again()
-            # Also because there may be no room for all of it yet.
-            self._next_offer = now + (_OFFER_AGAIN_SECONDS if lost else _OFFER_SECONDS)
 
     # samples
 
@@ -314,17 +270,37 @@ class RolloutClient:
         )
         return build_rollout(sample_id, group or fields, fields, chunks) if fields else None
 
-    def cancel(self, ids: Iterable[str], reason: str = "cancelled by the trainer") -> int:
-        """Cancel groups or samples by id; returns how many samples were not terminal yet.
+    def partials(
+        self, ids: Iterable[str] | None = None, *, every: float = 0.5
+    ) -> Iterator[Rollout]:
+        """Samples as they grow: each with all its tokens so far whenever it has more of them,
+        and once when it has ended.
+
+        It looks every `every` seconds at what this client submitted and has not acked, or at
+        those of its groups and samples that `ids` names, and ends when all of them have
+        ended. Nothing is taken: the groups still come with `batches`.
+        """
+        return items(self.operations.partials(ids, every=every))
+
+    def cancel(
+        self,
+        ids: Iterable[str] | None = None,
+        reason: str = "cancelled by the trainer",
+        *,
+        where: Callable[[Rollout], bool] | None = None,
+        older_than: float | None = None,
+    ) -> int:
+        """Cancel groups or samples; returns how many samples were not terminal yet.
 
         They are delivered with the tokens made so far, as `cancelled`.
+
+        Args:
+            ids: of groups or samples.
+            where, older_than: choose among what this client submitted and has not acked (and
+                `ids` names, if given): samples, as `partials` shows them, for which `where`
+                is true and that were enqueued more than `older_than` seconds ago.
         """
-        if isinstance(ids, str):
-            raise InvalidSample(f"cancel takes a list of ids, not the text {ids!r}")
-        items = [
-            (group, "" if index is None else index) for group, index in map(split_sample_id, ids)
-        ]
-        return sum(sum(self._queue.call("cancel", p, reason=reason)) for p in split(items))
+        return finish(self.operations.cancel(ids, reason, where=where, older_than=older_than))
 
     # weights
 
@@ -337,7 +313,7 @@ class RolloutClient:
         deadline_s: float = 60.0,
         max_updating: float | None = None,
         force: bool = False,
-        wait: Wait | None = None,
+        wait: Workers | None = None,
         timeout: float = 600.0,
     ) -> int:
         """Publish weights to the pool; returns the version that Redis gave them.
@@ -361,42 +337,19 @@ class RolloutClient:
             WeightsRejected: while waiting: workers could not load it; `reasons` has why.
             ResultsTimeout: while waiting; says what each worker serves.
         """
-        check_wait(wait)
-        queue = self._queue.keys.queue
-        publication = prepare(
-            self.weights_dir,
-            queue,
-            weights,
-            step=step,
-            policy=policy,
-            deadline_s=deadline_s,
-            max_updating=max_updating,
-        )
-        version = self._publish(publication, force)
-        self._published = publication
-        if self.weights_dir is not None:
-            clean_up(self.weights_dir, queue, self.status())
-        if wait is not None:
-            wait_until(
-                partial(served, version=version, wait=wait), self.status, version, wait, timeout
+        return finish(
+            self.operations.publish(
+                self.weights_dir,
+                weights,
+                force=force,
+                wait=wait,
+                timeout=timeout,
+                step=step,
+                policy=policy,
+                deadline_s=deadline_s,
+                max_updating=max_updating,
             )
-        return version
-
-    def _publish(self, publication: dict[str, Any], force: bool) -> int:
-        version, _new = self._queue.call(
-            "publish",
-            request=secrets.token_hex(8),
-            force=int(force),
-            floor=self._newest,
-            **publication,
         )
-        self._newest = max(self._newest, version)
-        return int(version)
-
-    def _publish_again(self) -> None:
-        """If Redis forgot this client's last publication: under a new, higher version."""
-        if self._published and int(self.status().weights.get("newest", 0)) < self._newest:
-            self._publish(self._published, force=True)
 
     def wait_for_version(self, version: int, *, workers: int = 1, timeout: float = 60.0) -> None:
         """Wait until `workers` workers serve `version` or a newer one.
@@ -405,13 +358,7 @@ class RolloutClient:
             WeightsRejected: no worker could load it; carries each worker's reason.
             ResultsTimeout: says what each worker serves.
         """
-
-        def enough(status: Status) -> bool:
-            if error := rejected(status, version):
-                raise error
-            return sum(w.version >= version for w in status.workers) >= workers
-
-        wait_until(enough, self.status, version, workers, timeout)
+        finish(self.operations.wait_for_version(version, workers=workers, timeout=timeout))
 
     # watching
 

@@ -159,7 +159,7 @@ class Inbox:
     def put_back(self, entries: Sequence[Entry]) -> None:
         """These were read and not shown: they stay pending, and are found again."""
         for _, group_id, _ in entries:
-            del self._in_hand[group_id]
+            self._in_hand.pop(group_id, None)
             self._digests.pop(group_id, None)
         self._behind = True
 

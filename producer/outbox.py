@@ -6,6 +6,7 @@ everything outstanding again costs little and brings back exactly what vanished.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -13,9 +14,12 @@ from producer.contract.connection import Queue, split
 from producer.contract.errors import IdConflict, InvalidSample, QueueFull
 from producer.contract.messages import Job
 from producer.contract.scripts import Argument
+from producer.steps import Steps, Wait
 
 #: samples that one `enqueue` call may bring, so that a call stays short
 _MEMBERS_A_CALL = 1024
+#: seconds that prompts are gathered for one call
+_GATHER_SECONDS = 0.5
 
 Item = Sequence[Argument]
 
@@ -30,16 +34,30 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._outstanding)
 
-    def enqueue(self, jobs: Iterable[Job], wait: Callable[[], None] | None) -> list[str]:
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._outstanding
+
+    def groups(self) -> list[tuple[str, int]]:
+        """Id and size of what is outstanding, oldest first."""
+        return [(str(item[0]), int(item[1])) for item, _ in self._outstanding.values()]
+
+    def enqueue(
+        self,
+        jobs: Iterable[Job],
+        wait: Callable[[], None] | None,
+        report: Callable[[int], None] = lambda groups: None,
+    ) -> Steps[list[str]]:
         """Enqueue jobs in order; returns their group ids.
 
         Args:
             wait: called while the queue is full, between two attempts; None to raise instead.
+            report: told how many groups are enqueued.
 
         Raises:
             IdConflict, QueueFull, InvalidSample: see `RolloutClient.submit`.
         """
         enqueued: list[str] = []
+        pauses = itertools.chain((0.01, 0.02, 0.05, 0.1, 0.2), itertools.repeat(0.5))
         for batch in self._batches(jobs):
             items: list[Item] = [job.to_item() for job in batch]
             while items:
@@ -50,10 +68,13 @@ class Outbox:
                         f"{len(enqueued) + len(batch) - len(full)} groups were enqueued, "
                         f"the first that was not is {full[0][0]!s}"
                     )
+                report(len(enqueued) + len(batch) - len(full))
                 items = full
                 if items and wait is not None:
                     wait()
+                    yield Wait(next(pauses))
             enqueued += [job.group_id for job in batch]
+            yield Wait()
         return enqueued
 
     def offer_again(self) -> int:
@@ -98,15 +119,18 @@ class Outbox:
         max_ready = int(self._queue.config["max_ready"])
         batch: list[Job] = []
         members = 0
+        since = time.monotonic()
         for job in jobs:
             if job.params.n > max_ready:
                 raise InvalidSample(
                     f"group {job.group_id} has n={job.params.n} samples, more than the "
                     f"queue's max_ready={max_ready}"
                 )
-            if batch and members + job.params.n > min(_MEMBERS_A_CALL, max_ready):
+            full = members + job.params.n > min(_MEMBERS_A_CALL, max_ready)
+            # What is read slowly, such as a stream, is not kept back until a call is full.
+            if batch and (full or time.monotonic() - since > _GATHER_SECONDS):
                 yield batch
-                batch, members = [], 0
+                batch, members, since = [], 0, time.monotonic()
             batch.append(job)
             members += job.params.n
         if batch:

@@ -38,6 +38,7 @@ def make_jobs(
     staleness_policy: StalenessPolicy | str = StalenessPolicy.ALLOW,
     allow_restart: bool = False,
     reward: str | None = None,
+    first: int = 0,
 ) -> Iterator[Job]:
     """A job for each prompt, lazily.
 
@@ -51,6 +52,7 @@ def make_jobs(
             (`SamplingParams.stateful`); such samples start again after an interruption.
         reward: the function that grades each group, `package.module:function`; it runs in
             `rq worker` processes that allow its module.
+        first: what the first prompt is called in messages.
 
     Raises:
         InvalidSample: naming the prompt's position and what is wrong.
@@ -61,7 +63,11 @@ def make_jobs(
             "pass allow_restart=True to have such samples start again, or leave it out"
         )
     if isinstance(prompts, Mapping):
-        raise InvalidSample("prompts is one row: put it into a list")
+        raise InvalidSample(
+            "prompts is one row, or a dict of splits: put the row into a list, or choose a split"
+        )
+    if hasattr(prompts, "iterrows"):  # a pandas table, whose iteration gives its columns' names
+        raise InvalidSample("prompts is a table: pass its rows, as table.to_dict('records')")
     if isinstance(ids, str):
         raise InvalidSample(f"ids is a list, one a prompt, not the text {ids!r}")
     policy = _policy(staleness_policy)
@@ -75,7 +81,8 @@ def make_jobs(
     traceparent = _traceparent()
     given_ids = iter(ids) if ids is not None else None
     given_metadata = iter(metadata) if metadata is not None else None
-    for position, item in enumerate([prompts] if isinstance(prompts, str) else prompts):
+    each = [prompts] if isinstance(prompts, str) else prompts
+    for position, item in enumerate(each, first):
         where = f"prompt {position}"
         group_id = _next(given_ids, "ids", where) if given_ids else secrets.token_hex(8)
         prompt, prompt_ids, row = _read(item, where)
@@ -131,8 +138,10 @@ def _read(item: Any, where: str) -> tuple[str | Messages | None, NDArray[np.int3
         for name in _ROW_PROMPTS:
             if name in item:
                 prompt, ids, _ = _read(item[name], where)
-                rest = {k: v for k, v in item.items() if k != name}
+                rest = {k: _plain(v) for k, v in item.items() if k != name}
                 return prompt, ids, rest or None
+        if "role" in item:
+            raise InvalidSample(f"{where} is one chat message: a prompt is a list of them")
         raise InvalidSample(f"{where}: a row needs one of the fields {', '.join(_ROW_PROMPTS)}")
     if isinstance(item, Sequence) and len(item) and isinstance(item[0], Mapping):
         return _messages(item, where), None, None
@@ -141,6 +150,11 @@ def _read(item: Any, where: str) -> tuple[str | Messages | None, NDArray[np.int3
     raise InvalidSample(
         f"{where} is a {type(item).__name__}; a prompt is a text, token ids, chat messages or a row"
     )
+
+
+def _plain(value: Any) -> Any:
+    """Lists for the arrays and tensors that rows of a dataset in such a format have."""
+    return value.tolist() if isinstance(value, np.ndarray) or hasattr(value, "detach") else value
 
 
 def _text(text: str, where: str) -> str:

@@ -1,28 +1,90 @@
 """Publishing: from weights to a version in the pool, and what the workers made of it.
 
 `prepare` writes the files and says what the script `publish` is to be told; `served` reads off
-a pool's status whether to wait on. Neither talks to Redis; the clients do.
+a pool's status whether to wait on; a client's `Publisher` does both.
 """
 
 from __future__ import annotations
 
 import json
 import operator
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from producer.contract.connection import Queue
 from producer.contract.errors import ResultsTimeout, WeightsError, WeightsRejected
 from producer.contract.states import UpdatePolicy, WeightState
 from producer.status import Status
+from producer.steps import Steps, Wait
 from producer.weights import remove_old, write_checkpoint
 
 #: how many workers are to serve a version
-Wait = int | Literal["all"]
+Workers = int | Literal["all"]
 
 _LOOK_SECONDS = 0.05
 _HALF = "50%"
+
+
+class Publisher:
+    """What one client publishes. `status` reads the pool's state."""
+
+    def __init__(self, queue: Queue, status: Callable[[], Status]) -> None:
+        self._queue = queue
+        self._status = status
+        self._last: dict[str, Any] = {}  # to be made again if Redis forgets it
+        self._newest = 0  # the highest version that this client knows of
+
+    def publish(self, root: Path | None, weights: Any, force: bool, **options: Any) -> int:
+        """Write the files and publish them; see `prepare`. Returns the version."""
+        queue = self._queue.keys.queue
+        publication = prepare(root, queue, weights, **options)
+        version = self.send(publication, force)
+        self._last = publication
+        if root is not None:
+            clean_up(root, queue, self._status())
+        return version
+
+    def send(self, publication: dict[str, Any], force: bool) -> int:
+        version, _new = self._queue.call(
+            "publish",
+            request=secrets.token_hex(8),
+            force=int(force),
+            floor=self._newest,
+            **publication,
+        )
+        self._newest = max(self._newest, version)
+        return int(version)
+
+    def again(self) -> None:
+        """If Redis forgot the last publication: under a new, higher version."""
+        if self._last and int(self._status().weights.get("newest", 0)) < self._newest:
+            self.send(self._last, force=True)
+
+    def wait_served(self, version: int, wait: Workers, timeout: float) -> Steps[None]:
+        """Until so many workers serve it; raises what `served` does, or ResultsTimeout."""
+        return self._wait(lambda status: served(status, version, wait), version, wait, timeout)
+
+    def wait_for(self, version: int, workers: int, timeout: float) -> Steps[None]:
+        """Until so many workers serve it or a newer one, or it was given up."""
+
+        def enough(status: Status) -> bool:
+            if error := rejected(status, version):
+                raise error
+            return sum(w.version >= version for w in status.workers) >= workers
+
+        return self._wait(enough, version, workers, timeout)
+
+    def _wait(
+        self, enough: Callable[[Status], bool], version: int, wait: Workers, timeout: float
+    ) -> Steps[None]:
+        deadline = time.monotonic() + timeout
+        while not enough(status := self._status()):
+            if time.monotonic() > deadline:
+                raise not_served(status, version, wait, timeout)
+            yield Wait(_LOOK_SECONDS)
 
 
 def prepare(
@@ -62,7 +124,7 @@ def prepare(
     }
 
 
-def check_wait(wait: Wait | None) -> None:
+def check_wait(wait: Workers | None) -> None:
     """Raises WeightsError: neither None, "all" nor a number of workers."""
     if wait is None or wait == "all":
         return
@@ -98,7 +160,7 @@ def rejected(status: Status, version: int) -> WeightsRejected | None:
     )
 
 
-def served(status: Status, version: int, wait: Wait) -> bool:
+def served(status: Status, version: int, wait: Workers) -> bool:
     """Do so many workers serve the version, or a newer one?
 
     "all" are those that live and are through with their start, and at least one.
@@ -134,22 +196,7 @@ def served(status: Status, version: int, wait: Wait) -> bool:
     return wait == "all"
 
 
-def wait_until(
-    enough: Callable[[Status], bool],
-    look: Callable[[], Status],
-    version: int,
-    wait: Wait,
-    timeout: float,
-) -> None:
-    """Look until it is enough. Raises what `enough` raises, or ResultsTimeout."""
-    deadline = time.monotonic() + timeout
-    while not enough(status := look()):
-        if time.monotonic() > deadline:
-            raise not_served(status, version, wait, timeout)
-        time.sleep(_LOOK_SECONDS)
-
-
-def not_served(status: Status, version: int, wait: Wait, timeout: float) -> ResultsTimeout:
+def not_served(status: Status, version: int, wait: Workers, timeout: float) -> ResultsTimeout:
     """The error of a wait that took too long."""
     serving = ", ".join(f"{w.name}: {w.version} {w.last_error}" for w in status.workers)
     return ResultsTimeout(

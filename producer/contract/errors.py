@@ -9,6 +9,7 @@
     ├── RedisUnavailable      Redis did not answer within the time allowed
     ├── ResultsTimeout        no group closed within the time asked for
     ├── RewardError           a reward function that may not run, or answers nonsense
+    ├── ResultsTaken          groups waited for by id were taken before, or by somebody else
     ├── WeightsError          a publication that is wrong in itself
     │   ├── WeightsMissing    files that are not to be seen here, or not yet
     │   └── WeightsRejected   workers could not load it; says each one's reason
@@ -58,6 +59,10 @@ class ResultsTimeout(RollqError, TimeoutError):
 
 class RewardError(RollqError):
     """A reward function that may not run here, or answers nonsense."""
+
+
+class ResultsTaken(RollqError):
+    """Groups that are waited for by id were taken before, or by another consumer."""
 
 
 class WeightsError(RollqError):

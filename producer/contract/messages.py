@@ -243,6 +243,11 @@ class Rollout:
     reward: float | dict[str, Any] | None = None
 
     @property
+    def trainable(self) -> bool:
+        """It finished: it is not failed, cancelled, stale, dead or in the making."""
+        return self.state is State.FINISHED
+
+    @property
     def is_cancel(self) -> bool:
         return self.state is State.CANCELLED
 
@@ -253,6 +258,44 @@ class Rollout:
     @property
     def param_version_end(self) -> int:
         return int(self.versions[-1]) if len(self.versions) else -1
+
+    def to_torch(self) -> dict[str, Any]:
+        """Tensors on the CPU, with memory of their own: int64 `prompt_ids` [prompt tokens],
+        and of [T] `response_ids`, `response_mask`, `versions` and float32
+        `response_logprobs`."""
+        import torch
+
+        integers = ("prompt_ids", "response_ids", "response_mask", "versions")
+        arrays = {name: getattr(self, name).astype(np.int64) for name in integers}
+        arrays["response_logprobs"] = self.response_logprobs.copy()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def to_verl(self) -> dict[str, Any]:
+        """The fields of verl's `AgentLoopOutput`, by its names and with its plain lists.
+
+        Those of its partial rollouts (`is_cancel`, `param_version_start`,
+        `param_version_end`) stand both at the top, where the fully asynchronous trainer's
+        subclass has them, and in `extra_fields`; `log_probs` is the same subclass's name for
+        `response_logprobs`. `reward_score` is for the caller to set.
+        """
+        logprobs = self.response_logprobs.tolist()
+        partial = {
+            "is_cancel": self.is_cancel,
+            "param_version_start": self.param_version_start,
+            "param_version_end": self.param_version_end,
+        }
+        return {
+            "prompt_ids": self.prompt_ids.tolist(),
+            "response_ids": self.response_ids.tolist(),
+            "response_mask": self.response_mask.tolist(),
+            "response_logprobs": logprobs,
+            "log_probs": logprobs,
+            "reward_score": None,
+            "num_turns": 2,
+            "metrics": {"generate_sequences": max(0.0, self.finished_at - self.started_at)},
+            **partial,
+            "extra_fields": {**partial, "id": self.id, "finish_reason": self.finish_reason},
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,4 +317,4 @@ class RolloutGroup:
     @property
     def trainable(self) -> bool:
         """No member is failed, cancelled, stale or dead, and no grader failed."""
-        return not self.reward_error and all(r.state is State.FINISHED for r in self.rollouts)
+        return not self.reward_error and all(r.trainable for r in self.rollouts)

@@ -48,6 +48,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     bad_words: tuple[str, ...] = ()
 
+    def __new__(cls, *args: object, **fields: object) -> SamplingParams:
+        # The generated __init__ would say no more than "unexpected keyword argument".
+        _refuse_unknown(fields)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
@@ -97,12 +102,7 @@ class SamplingParams:
         Raises:
             InvalidSample: a name that is not on the allow-list, or a bad value.
         """
-        unknown = sorted(str(k) for k in wire if k not in _NAMES)
-        if unknown:
-            raise InvalidSample(
-                f"sampling parameter {', '.join(unknown)} is not supported; "
-                f"supported are {', '.join(_NAMES)}"
-            )
+        _refuse_unknown(wire)
         return cls(**wire)
 
 
@@ -163,5 +163,39 @@ def _strings(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
             raise InvalidSample(f"{name} holds a lone surrogate: {item!r}") from None
     return strings
 
+
+def _refuse_unknown(fields: Iterable[Any]) -> None:
+    unknown = sorted(str(name) for name in fields if name not in _NAMES)
+    if not unknown:
+        return
+    import difflib
+
+    close = difflib.get_close_matches(unknown[0], _NAMES, n=1)
+    advice = _ADVICE.get(unknown[0]) or (f"did you mean {close[0]}?" if close else "leave it out")
+    raise InvalidSample(
+        f"sampling parameter {', '.join(unknown)} is not supported: {advice}; "
+        f"supported are {', '.join(_NAMES)}"
+    )
+
+
+_RESUME = "its state cannot be handed over when a sample is interrupted; leave it out"
+#: what to do instead
+_ADVICE = {
+    "logprobs": "the logprob of each sampled token always comes back, as response_logprobs",
+    "prompt_logprobs": "only the response has logprobs; leave it out",
+    "max_new_tokens": "vLLM's name is max_tokens",
+    "max_completion_tokens": "vLLM's name is max_tokens",
+    "num_generations": "vLLM's name is n",
+    "num_return_sequences": "vLLM's name is n",
+    "best_of": "take n samples and choose among them",
+    "structured_outputs": _RESUME,
+    "guided_decoding": _RESUME,
+    "logits_processors": _RESUME,
+    "stop_strings": "vLLM's name is stop",
+    "eos_token_id": "vLLM's name is stop_token_ids, a list",
+    "do_sample": "temperature=0 is greedy",
+    "output_kind": "partials() shows samples as they grow; leave it out",
+    "detokenize": "every rollout has its text; leave it out",
+}
 
 _DEFAULTS = SamplingParams()

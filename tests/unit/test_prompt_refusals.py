@@ -34,8 +34,9 @@ from producer.prompts import make_jobs
         (5, "int"),
         (None, "NoneType"),
         (b"bytes", "integers"),
+        ({"role": "user", "content": "hi"}, "is one chat message"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_a_bad_prompt_is_refused_by_position_and_reason(prompt: Any, reason: str) -> None:
     jobs = make_jobs([[1, 2], prompt], SamplingParams())
@@ -91,3 +92,14 @@ def test_what_an_interruption_loses_is_refused_unless_it_may_restart(name: str) 
 def test_a_bad_option_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidSample, match=reason):
         list(make_jobs(["x"], SamplingParams(), **options))
+
+
+def test_a_table_is_not_taken_for_the_names_of_its_columns() -> None:
+    class Table(list[str]):
+        """Iterates over its columns' names, as pandas' does."""
+
+        def iterrows(self) -> None:
+            """What it is known by."""
+
+    with pytest.raises(InvalidSample, match=r"to_dict\('records'\)"):
+        next(make_jobs(Table(["prompt", "answer"]), SamplingParams()))

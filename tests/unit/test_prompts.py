@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from producer.contract.errors import InvalidSample
 from producer.contract.messages import Job
 from producer.contract.sampling import SamplingParams
 from producer.contract.states import StalenessPolicy
@@ -110,3 +111,50 @@ def test_a_batch_of_ids_in_one_array_is_a_prompt_a_row() -> None:
     jobs = list(make_jobs(np.array([[1, 2], [3, 4]]), SamplingParams()))
 
     assert [j.prompt_ids.tolist() for j in jobs if j.prompt_ids is not None] == [[1, 2], [3, 4]]
+
+
+ROWS = [{"prompt": "hi", "answer": 1}, {"prompt": "ho", "answer": 2}]
+
+
+class Rows:
+    """Iterates as a `datasets.Dataset` does: sized, rows as dicts, and no `Sequence`."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(ROWS)
+
+
+def a_dataset() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        return Rows()
+    return datasets.Dataset.from_list(ROWS)
+
+
+def test_a_dataset_is_read_row_by_row() -> None:
+    jobs = list(make_jobs(a_dataset(), SamplingParams()))
+
+    assert [(j.prompt, j.metadata) for j in jobs] == [("hi", {"answer": 1}), ("ho", {"answer": 2})]
+
+
+def test_arrays_and_tensors_in_a_row_become_lists() -> None:
+    torch = pytest.importorskip("torch")
+    row = {
+        "prompt_ids": torch.tensor([5, 6]),
+        "answer": torch.tensor(7),
+        "weights": torch.tensor([0.5, 1.0], dtype=torch.bfloat16),
+        "table": np.array([[1, 2], [3, 4]]),
+    }
+
+    made = job(row)
+
+    assert made.metadata == {"answer": 7, "weights": [0.5, 1.0], "table": [[1, 2], [3, 4]]}
+    made.to_item()
+
+
+def test_what_the_first_prompt_is_called_can_be_said() -> None:
+    with pytest.raises(InvalidSample, match="prompt 7 is empty"):
+        list(make_jobs(["x", ""], SamplingParams(), first=6))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -142,8 +144,30 @@ def test_what_is_not_on_the_list_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidSample, match=f"sampling parameter {name} is not supported"):
         SamplingParams.from_wire({name: 1})
     unknown: dict[str, Any] = {name: 1}
-    with pytest.raises(TypeError, match=name):
+    with pytest.raises(InvalidSample, match=f"sampling parameter {name} is not supported"):
         SamplingParams(**unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("logprobs", "always comes back, as response_logprobs"),
+        ("max_new_tokens", "vLLM's name is max_tokens"),
+        ("guided_json", "leave it out"),
+        ("max_token", "did you mean max_tokens?"),
+    ],
+)
+def test_a_refused_name_says_what_to_do(name: str, advice: str) -> None:
+    unknown: dict[str, Any] = {name: 1}
+    with pytest.raises(InvalidSample, match=re.escape(advice)):
+        SamplingParams(**unknown)
+
+
+def test_params_can_still_be_copied_and_replaced() -> None:
+    params = SamplingParams(n=2, stop="x")
+
+    assert copy.deepcopy(params) == params
+    assert dataclasses.replace(params, n=3).n == 3
 
 
 @pytest.mark.parametrize("name", FIELDS)
