@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from producer import RolloutClient
+from producer.rewards.job import check_rewards
 from producer.server import start_embedded
 from tests.integration.pool import ROOT, Process
 from tests.servers import require_server
@@ -91,9 +92,18 @@ class Policy(torch.nn.Module):
 
 
 def test_no_block_is_left_out() -> None:
-    marks = ("my_loss", "grpo_loss", "AgentLoopOutput", "prompts.jsonl")
+    marks = ("my_loss", "grpo_loss", "AgentLoopOutput", "prompts.jsonl", "def correct")
 
     assert [[m for m in marks if m in b] for b in BLOCKS] == [[m] for m in marks]
+
+
+def test_a_reward_function() -> None:
+    [block] = [b for b in BLOCKS if "def correct" in b]
+    names: dict[str, Any] = {}
+    exec(compile(block, "README.md: def correct", "exec"), names)
+    rollouts = [types.SimpleNamespace(text=text) for text in ("42 ", "41")]
+
+    assert check_rewards(names["correct"](rollouts, {"answer": "42"}), 2, "correct") == [1.0, 0.0]
 
 
 def test_the_trainers_loop(place: tuple[str, Path]) -> None:
