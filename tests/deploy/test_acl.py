@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from producer.contract.keys import QueueKeys
+from producer.contract.rewards import Dispatcher
 from producer.exporter import Exporter
 from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.integration.pool import QUEUE, Pool, Process
@@ -161,6 +162,15 @@ async def test_groups_are_graded_under_the_users(
         assert "No permissions" not in rq.log()
     finally:
         rq.close()
+
+
+def test_who_may_not_use_rq_leaves_rewards_to_others(server: EmbeddedServer) -> None:
+    due = [[b"g", b"digest", 0, b"m:f", 1000]]
+    for role, refused in (("scaler", True), ("monitor", True), ("trainer", False)):
+        dispatcher = Dispatcher(url_of(server, role), QUEUE)
+        dispatcher.send(due)
+        dispatcher.close()
+        assert bool(dispatcher.refused) is refused, (role, dispatcher.refused)
 
 
 def test_monitor_can_export(server: EmbeddedServer, pool: Pool) -> None:

@@ -4,6 +4,7 @@ rewards or with the grader's error, and never silently without."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,12 +23,19 @@ from tests.integration import contract
 from tests.integration.contract import Driver
 from tests.integration.pool import QUEUE, ROOT, Pool, Process
 from tests.integration.stepper import StepEngine
+from tests.servers import require_server
 from tests.waiting import async_wait_until, wait_until
 
 RQ_QUEUE = rewards_queue(QUEUE)
 FUNCTIONS = "tests.integration.reward_functions"
 
 StartRq = Callable[..., Process]
+
+
+@pytest.fixture(scope="session")
+def server_kind() -> Prefer:
+    """One server: what is tried here are processes, and that takes a while."""
+    return "path" if shutil.which("redis-server") else require_server("valkey")
 
 
 class RqWorker(Process):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +125,22 @@ def test_a_module_that_cannot_be_preloaded_is_said(
     with caplog.at_level(logging.WARNING, "rollq"):
         allowed.preload()
     assert "nowhere.at.all cannot be imported" in caplog.text
+
+
+def test_what_jobs_need_is_there_before_the_fork() -> None:
+    """Each job runs in a fork of the process that imported the serializer."""
+    code = "import sys, producer.rewards; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, allowed.MODULES: "tests.integration.reward_functions"},
+        check=True, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+
+    assert {
+        "producer.rewards.job",
+        "producer.rewards.graders",
+        "tests.integration.reward_functions",
+    } <= set(loaded)
 
 
 # what RQ may read
