@@ -24,7 +24,7 @@ from producer.server import start_embedded
 from tests.tiny import make_llama
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 QUEUE = "e2e"
 LEASE_MS = 4000
@@ -127,7 +127,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         try:
             pool.start("one")
             pool.start("two")
-            wait_until(lambda: pool.serving("one", "two"), "both workers serve", 240)
+            wait_until(lambda: pool.serving("one", "two"), "both workers serve", 600)
             yield pool
         finally:
             pool.close()
@@ -176,15 +176,14 @@ def test_each_token_carries_the_version_whose_weights_computed_it(pool: Pool, po
         assert (np.diff(r.versions) >= 0).all()
         assert r.versions[0] >= start
         assert sum(s.tokens for s in r.segments) == LONG
-        assert _logprob_error(pool, r, r.versions) < 1e-3
-    # The proof can fail: it does with the labels one token early or late.
-    for r in of_three_versions(rollouts):
-        assert policy == "requeue" or r.attempts == 1
-        for shifted in (
-            np.append(r.versions[1:], r.versions[-1]),
-            np.insert(r.versions, 0, r.versions[0])[:-1],
-        ):
-            assert _logprob_error(pool, r, shifted) > 1e-2
+        under = _recomputed(pool, r)
+        assert _error(r, under, r.versions) < 1e-3
+        if len(under) >= 3:
+            # The proof can fail: it does with the labels one token early or late.
+            assert policy == "requeue" or r.attempts == 1
+            early = np.append(r.versions[1:], r.versions[-1])
+            late = np.insert(r.versions[:-1], 0, r.versions[0])
+            assert min(_error(r, under, labels) for labels in (early, late)) > 1e-2
 
 
 def test_weights_of_another_model_are_refused_and_the_pool_goes_on(pool: Pool) -> None:
@@ -284,20 +283,26 @@ def _shake(model: Any) -> None:
             parameter.add_(0.15 * torch.randn_like(parameter))
 
 
-def _logprob_error(pool: Pool, rollout: Rollout, versions: NDArray[np.int32]) -> float:
-    """Largest difference to logprobs by teacher forcing, each token under its version."""
+def _recomputed(pool: Pool, rollout: Rollout) -> dict[int, NDArray[np.float32]]:
+    """By teacher forcing: the logprob of every token under each of the rollout's versions."""
     import torch
 
     ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     first = len(rollout.prompt_ids) - 1
-    worst = 0.0
-    for version in set(versions.tolist()):
+    under = {}
+    for version in set(rollout.versions.tolist()):
         pool.model.load_state_dict(pool.weights[version])
         with torch.no_grad():
             logits = pool.model(torch.tensor(ids[None].astype(np.int64))).logits[0, first:-1]
         logprobs = torch.log_softmax(logits.float(), -1).numpy()
-        expected = logprobs[np.arange(len(rollout.response_ids)), rollout.response_ids]
-        mine = versions == version
-        worst = max(worst, float(np.abs(expected - rollout.response_logprobs)[mine].max()))
+        under[version] = logprobs[np.arange(len(rollout.response_ids)), rollout.response_ids]
     pool.model.load_state_dict(pool.weights[max(pool.weights)])
-    return worst
+    return under
+
+
+def _error(
+    rollout: Rollout, under: dict[int, NDArray[np.float32]], labels: NDArray[np.int32]
+) -> float:
+    """Largest difference to the logprobs of the versions that the labels say."""
+    expected = np.array([under[label][at] for at, label in enumerate(labels.tolist())])
+    return float(np.abs(expected - rollout.response_logprobs).max())

@@ -42,6 +42,7 @@ pytestmark = [
 ]
 
 DEADLINE = 120.0
+MAX_MODEL_LEN = 256
 FACE, ACUTE = "\N{GRINNING FACE}".encode(), "é".encode()
 #: what the model says, over and over, with EOS between
 SAYS = [b"He", b"ll", b"o ", *(bytes([b]) for b in FACE), b" w", b"or", b"ld", b"!"]
@@ -54,7 +55,7 @@ CHANCES = np.array([[0.2, 0.8], [0.75, 0.25]])
 #: full of what the stop strings below look for
 PROMPT = [1, *ids_of(TOKENS, *SAYS[2:], *SAYS, b"\n")]
 FLAGS = [
-    *("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "128"),
+    *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "128"),
     *("--block-size", "32", "--seed", "1"),
 ]
 
@@ -283,7 +284,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int | str | None, int, str]]] 
 
 @pytest.mark.parametrize("name", CASES)
 async def test_an_interrupted_sample_equals_that_of_bare_vllm(bench: Bench, name: str) -> None:
-    """Cut after each of its tokens: also at none, inside a character, in a stop string."""
+    """Cut after each of its tokens: also at none, inside a character, in a stop string.
+
+    Cases 2, 9 and 11: what was cut at its last token has ended, and what was cut before its
+    first one leaves nothing behind.
+    """
     fields, expected = CASES[name]
     asked = {"temperature": 0.0, "max_tokens": 60, **fields}
     bare = await bench.bare(PROMPT, **asked)
@@ -303,6 +308,7 @@ async def test_an_interrupted_sample_equals_that_of_bare_vllm(bench: Bench, name
         assert len(r.response_logprobs) == len(r.versions) == len(r.response_mask) == whole
         logprobs = [next(iter(p.values())).logprob for p in bare.logprobs]
         np.testing.assert_allclose(r.response_logprobs, logprobs, atol=1e-4)
+        assert all(s.tokens for s in r.segments)
         assert r.interruptions == sum(sum(plan[: i + 1]) < whole for i in range(len(plan)))
 
 
@@ -331,16 +337,48 @@ async def test_an_end_that_was_lost_is_found_again(idle: Bench, name: str) -> No
     assert (rollout.text, rollout.crashes) == (bare.text, 1)
 
 
-async def test_an_attempt_asks_for_the_rest(bench: Bench) -> None:
+async def test_what_one_step_makes_beyond_a_stop_is_dropped(engine: VllmEngine) -> None:
+    """As with speculative decoding: vLLM gives several tokens, the stop is among them."""
+    ids = ids_of(TOKENS, *SAYS)
+    for stop, params, kept in [
+        (f"o {TEXT[6]}", {}, 7),
+        ("He", {"include_stop_str_in_output": True}, 16 + 1),
+        ("He", {"min_tokens": 30}, 32 + 1),
+        ("zzz", {}, 48),
+    ]:
+        params = SamplingParams(stop=(stop,), max_tokens=None, **params)
+        rest = dataclasses.replace(params, min_tokens=max(0, params.min_tokens - 4))
+        asked = EngineRequest("x", np.array([*PROMPT, *ids[:4]], np.int32), rest, done=4)
+        read = engine._texts.read(asked)
+
+        assert read.update((ids * 3)[4:], False) == (None if kept == 48 else stop)
+        assert read.output_token_ids == (ids * 3)[4:kept]
+        assert read.num_output_tokens() == kept - 4
+
+
+async def test_an_attempt_sends_the_very_ids_and_asks_for_the_rest(bench: Bench) -> None:
+    """Cases 1, 3 and 7: the text encodes to other ids, and half a character to none."""
     params = SamplingParams(temperature=0.0, max_tokens=16, min_tokens=9)
 
-    await bench.run(PROMPT, params, [[3, 4, 4]])
+    (rollout,) = await bench.run(PROMPT, params, [[3, 2, 6]])
 
-    asked = [
-        (len(r.prompt_ids) - len(PROMPT), r.params.max_tokens, r.params.min_tokens)
-        for r in bench.engine.requests
-    ]
-    assert asked == [(0, 16, 9), (3, 13, 6), (7, 9, 2), (11, 5, 0)]
+    ids = rollout.response_ids.tolist()
+    assert (await bench.engine.encode(rollout.text)).tolist() != ids
+    asked = [(r.done, r.params.max_tokens, r.params.min_tokens) for r in bench.engine.requests]
+    assert asked == [(0, 16, 9), (3, 13, 6), (5, 11, 4), (11, 5, 0)]
+    for request in bench.engine.requests:
+        assert request.prompt_ids.tolist() == [*PROMPT, *ids[: request.done]]
+
+
+async def test_the_models_length_bounds_all_attempts_together(bench: Bench) -> None:
+    """Case 4."""
+    prompt = [1] * (MAX_MODEL_LEN - 5) + ids_of(TOKENS, b"\n")
+
+    (rollout,) = await bench.run(prompt, SamplingParams(temperature=0.0, max_tokens=8), [[3]])
+
+    assert [r.params.max_tokens for r in bench.engine.requests] == [4, 1]
+    assert (rollout.finish_reason, rollout.error, rollout.text) == ("length", "", "Hello ")
+    assert rollout.response_ids.tolist() == ids_of(TOKENS, *SAYS[:4])
 
 
 async def test_a_seed_gives_the_same_tokens_for_the_same_interruptions(bench: Bench) -> None:
@@ -403,6 +441,7 @@ async def test_what_only_vllm_can_judge_fails_its_sample_alone(bench: Bench) -> 
     for (_, says), r in zip(bad.values(), rollouts[1:], strict=True):
         assert (r.finish_reason, r.attempts, len(r.response_ids)) == ("error", 1, 0)
         assert re.search(says, r.error), r.error
+        assert r.error.count("vLLM refuses") <= 1
 
 
 # The distribution

@@ -7,6 +7,7 @@ takes a faulty load and loses its core, one that cannot start.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import os
@@ -190,6 +191,21 @@ async def test_a_request_that_the_core_refuses_for_a_pause_is_handed_back(
     await collect(stream, made)
 
     assert made.finish_reason == "abort"
+
+
+async def test_a_vllm_that_would_miss_stop_strings_is_refused(
+    bench: VllmBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output processor adds requests in a way that is not ours to join."""
+    texts = bench.engine._texts
+    monkeypatch.setattr(bench.engine._llm.output_processor, "add_request", texts._register)
+    asked = dataclasses.replace(request((5, 6, 7), stop=("never",)), done=1)
+
+    with pytest.raises(EngineError, match="a version that rollq supports"):
+        await bench.engine.add(asked)
+
+    assert texts.resumed == {}
+    assert not bench.engine._llm.output_processor.request_states
 
 
 async def test_a_pause_does_not_hold_an_add_for_ever(

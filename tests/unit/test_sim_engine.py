@@ -28,7 +28,7 @@ from tests.engine_contract import (
 )
 from tests.waiting import async_wait_until
 from workers.engines.sim import SimEngine, SimSettings
-from workers.engines.sim_model import HashModel, replay
+from workers.engines.sim_model import HashModel, completed, replay
 
 ROOT = Path(__file__).parents[2]
 MakeEngine = Callable[..., Awaitable[SimEngine]]
@@ -99,6 +99,13 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
 
 
 # The model
+
+
+def test_of_several_stop_strings_the_first_to_end_counts() -> None:
+    assert completed(b"xabcd", 4, ["bcd", "abc", "ab", "b"]) == ("ab", 3)
+    assert completed(b"xabcd", 4, ["zz", "abcd", "bcd"]) == ("abcd", 5)
+    assert completed(b"xabcd", 2, ["ab", "x"]) is None
+    assert completed(b"xabcd", 0, ["cd"]) is None
 
 
 def test_tokens_are_the_same_on_every_machine() -> None:

@@ -161,7 +161,10 @@ class Engine(Protocol):
         """
 
     async def stop_of(self, response: Response) -> Stop | None:
-        """What stops a response (of one token or more) at its last token, if anything does."""
+        """What stops a response (of one token or more) at its last token, if anything does.
+
+        It never stopped before: no engine gives a token after a stop, so none is stored.
+        """
 
     async def text_of(self, response: Response) -> str:
         """Text of a response that has ended, as one uninterrupted request would have given it.

@@ -7,6 +7,8 @@ How it keeps the promises of `protocol.py`:
 - Outputs are deltas of `checkpoint_tokens`, and vLLM flushes what it holds back with the
   output that ends a request. It states the versions of the tokens only in that output;
   before, they are read from its output processor, and `start` fails on a vLLM without them.
+- A request that goes on with a response is given the detokenizer that read all of it
+  (`vllm_text.py`), so vLLM itself stops at strings that began before.
 - A load is done when the engine has said the new version itself. After a failed one the
   engine is `dead`: its weights may be half new, and only `abort` and `shutdown` still work.
 """
@@ -166,6 +168,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._check_request(request)
+        params = vllm_params(request.params)
         if request.done and request.params.stop:
             read = await self._in_thread(partial(self._texts.read, request))
             self._texts.resumed[request.request_id] = read
@@ -174,9 +177,7 @@ class VllmEngine:
             await self._stepping.wait()
             self._check_alive()
             queue = await self._llm.add_request(
-                request.request_id,
-                tokens_input(request.prompt_ids.tolist()),
-                vllm_params(request.params),
+                request.request_id, tokens_input(request.prompt_ids.tolist()), params
             )
         except asyncio.CancelledError:
             await self.abort([request.request_id])
@@ -186,7 +187,13 @@ class VllmEngine:
         except (VLLMClientError, ValueError, TypeError) as error:
             raise InvalidSample(f"vLLM refuses the request: {error}") from error
         finally:
-            self._texts.resumed.pop(request.request_id, None)
+            unused = self._texts.resumed.pop(request.request_id, None)
+        if unused is not None:
+            await self.abort([request.request_id])
+            raise EngineError(
+                "this vLLM does not take over the text before an interruption: use a version "
+                "that rollq supports"
+            )
         return VllmStream(self._llm, queue)
 
     async def abort(self, request_ids: Sequence[str]) -> None:

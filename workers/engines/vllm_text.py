@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from producer.contract.errors import InvalidSample
 from producer.contract.sampling import SamplingParams
 from workers.engines.protocol import EngineRequest, Response, Stop
 
@@ -123,28 +124,33 @@ class _Resumed:
 
 
 def vllm_params(params: SamplingParams) -> Any:
+    """Raises InvalidSample: vLLM does not take them."""
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-    return VllmSamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        seed=params.seed,
-        stop=list(params.stop) or None,
-        stop_token_ids=list(params.stop_token_ids) or None,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        ignore_eos=params.ignore_eos,
-        skip_special_tokens=params.skip_special_tokens,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        bad_words=list(params.bad_words) or None,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(params.stop),
-        output_kind=RequestOutputKind.DELTA,
-    )
+    try:
+        return VllmSamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            seed=params.seed,
+            stop=list(params.stop) or None,
+            stop_token_ids=list(params.stop_token_ids) or None,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            ignore_eos=params.ignore_eos,
+            skip_special_tokens=params.skip_special_tokens,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            bad_words=list(params.bad_words) or None,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+    except (VLLMClientError, ValueError, TypeError) as error:
+        raise InvalidSample(f"vLLM refuses the request: {error}") from error
