@@ -29,7 +29,8 @@ class Status:
     """Counts of samples (`ready`, `leased`, `dead`) and closed, unacked groups (`results`).
 
     `current` and `last_good` are weight versions; `weights` is the whole hash; `stats` are
-    counters that only grow.
+    counters that only grow; `config` holds the queue's limits, and is empty where there is no
+    such queue.
     """
 
     ready: int
@@ -41,6 +42,16 @@ class Status:
     workers: tuple[WorkerStatus, ...]
     stats: dict[str, int]
     weights: dict[str, str]
+    config: dict[str, str]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all workers, as they last said."""
+        return sum(w.tokens_per_second for w in self.workers)
+
+    def of_version(self, version: int, field: str) -> str:
+        """What the hash `weights` says of a version, such as its `state`, `step` or `error`."""
+        return self.weights.get(f"{version}:{field}", "")
 
 
 def status_commands(keys: QueueKeys) -> list[Command]:
@@ -51,6 +62,7 @@ def status_commands(keys: QueueKeys) -> list[Command]:
         ("XLEN", keys["results"]),
         ("HGETALL", keys["weights"]),
         ("HGETALL", keys["stats"]),
+        ("HGETALL", keys["config"]),
         ("ZRANGE", keys["workers"], "0", "-1"),
     ]
 
@@ -61,7 +73,7 @@ def worker_commands(keys: QueueKeys, names: Sequence[bytes]) -> list[Command]:
 
 def build_status(replies: Sequence[Any], workers: Sequence[Any]) -> Status:
     """Out of the replies to both command lists."""
-    ready, leased, dead, results, weights, stats, names = replies
+    ready, leased, dead, results, weights, stats, config, names = replies
     level = texts(weights)
     return Status(
         ready=ready,
@@ -77,6 +89,7 @@ def build_status(replies: Sequence[Any], workers: Sequence[Any]) -> Status:
         ),
         stats={name: int(value) for name, value in texts(stats).items()},
         weights=level,
+        config=texts(config),
     )
 
 

@@ -203,6 +203,7 @@ class Rollout:
         attempts, interruptions, crashes: claims, deliberate hand-backs, lost workers.
         recomputed_tokens: prefix tokens that resumed attempts prefilled again.
         enqueued_at, started_at, finished_at: seconds since the epoch by Redis; 0.0 if never.
+        prompt: the text or chat messages as submitted, None where token ids were.
     """
 
     id: str
@@ -231,6 +232,7 @@ class Rollout:
     started_at: float
     finished_at: float
     metadata: Any = None
+    prompt: str | Messages | None = None
 
     @property
     def is_cancel(self) -> bool:
