@@ -19,6 +19,7 @@ from producer.commands.doctor import Check, Checks, guarded
 from producer.contract.errors import WeightsError
 from producer.contract.manifest import Manifest, confined
 
+_IMPORT = "import vllm, torch; print(vllm.__version__, 'torch', torch.__version__)"
 _IMPORT_SECONDS = 180
 _LOW_DISK = 0.1
 
@@ -89,10 +90,9 @@ def vllm() -> Checks:
         yield Check("vllm", "fail", "not installed in this Python",
                     "pip install 'rollq[gpu]' or 'rollq[cpu]', or use --engine sim")  # fmt: skip
         return
-    code = "import vllm, torch; print(vllm.__version__, 'torch', torch.__version__)"
     try:
         ended = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_SECONDS
+            [sys.executable, "-c", _IMPORT], capture_output=True, text=True, timeout=_IMPORT_SECONDS
         )
     except subprocess.TimeoutExpired:
         yield Check("vllm", "fail", f"its import did not end within {_IMPORT_SECONDS} s",

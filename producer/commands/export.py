@@ -9,13 +9,14 @@ only what `write` gave back, and never lets more than MOST_UNACKED groups be on 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from producer.contract.errors import InvalidSample
 from producer.contract.messages import Rollout, RolloutGroup
@@ -68,9 +69,15 @@ class JsonLines:
         if path == "-":
             self._file = sys.stdout.buffer
             return
-        self._seen, end = _complete(Path(path))
         self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
-        self._file.truncate(end)
+        try:
+            _lock(self._file, path)
+            self._seen, end = _complete(Path(path))
+            if end < os.fstat(self._file.fileno()).st_size:
+                self._file.truncate(end)
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         for group in groups:
@@ -106,6 +113,12 @@ class Parquet:
         self._schema = _schema(pyarrow)
         self._directory = Path(path)
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock = (self._directory / ".lock").open("w")
+        try:
+            _lock(self._lock, path)
+        except BaseException:
+            self._lock.close()
+            raise
         self._groups, self._seconds = groups, seconds
         self._held: list[RolloutGroup] = []
         self._since = 0.0
@@ -131,7 +144,7 @@ class Parquet:
         return held
 
     def close(self) -> None:
-        pass
+        self._lock.close()
 
     def _write(self, fresh: list[dict[str, Any]]) -> None:
         import pyarrow
@@ -184,8 +197,6 @@ def _complete(path: Path) -> tuple[set[str], int]:
     What a killed process left behind it, half a line or half a group, was not acked: it comes
     again, and is cut off here. Raises InvalidSample where these are no lines of ours.
     """
-    if not path.exists():
-        return set(), 0
     size = path.stat().st_size
     window = _FIRST_WINDOW
     with path.open("rb") as file:
@@ -220,6 +231,14 @@ def _groups_of(lines: Sequence[bytes], path: Path) -> tuple[set[str], int]:
             seen.add(group_id)
             end = at
     return seen, end
+
+
+def _lock(file: IO[Any], path: str) -> None:
+    """For as long as `file` is open. Two writers would each cut off what the other is writing."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InvalidSample(f"{path} is being written by another `rollq results`") from None
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import click
@@ -75,10 +76,9 @@ def results(
                 if parquet
                 else JsonLines(jsonl or "-")
             )
-            done = _copy(
-                client, writer, _takes(client, min(_BATCH, unacked), groups, timeout, follow)
-            )
-            writer.close()
+            with closing(writer):
+                takes = _takes(client, min(_BATCH, unacked), groups, timeout, follow)
+                done = _copy(client, writer, takes)
     except OSError as error:
         if isinstance(error, BrokenPipeError | RollqError):
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -23,6 +24,9 @@ from producer.contract.errors import RedisUnavailable
 if TYPE_CHECKING:
     from producer.commands.topview import Picture
     from producer.contract.connection import Queue
+
+#: what an arrow or a function key sends
+_ESCAPES = re.compile(r"\x1b(\[[0-9;]*[A-Za-z~]|O[A-Z])")
 
 #: seconds over which rates are taken
 _RATE_SECONDS = 10.0
@@ -161,5 +165,6 @@ class _Keys:
         if not select.select([sys.stdin], [], [], seconds)[0]:
             return ""
         pressed = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
-        # An arrow key is several characters at once and means nothing here; a hang-up is none.
-        return pressed if len(pressed) == 1 else "" if pressed else "q"
+        keys = _ESCAPES.sub("", pressed)
+        # Nothing at all is a terminal that hung up.
+        return "q" if "q" in keys or not pressed else keys[-1:]
