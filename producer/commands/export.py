@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -62,18 +63,21 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """A line a rollout, appended; `-` is stdout, where on the disk means handed to the reader."""
+    """A line a rollout, appended. For stdout (`-`), a pipe and the like, on the disk means handed
+    to the reader."""
 
     def __init__(self, path: str) -> None:
         self._seen: set[str] = set()
+        self._is_file = False
         if path == "-":
             self._file = sys.stdout.buffer
             return
         self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
         try:
-            _lock(self._file, path)
-            self._seen, end = _complete(Path(path))
-            if end < os.fstat(self._file.fileno()).st_size:
+            self._is_file = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+            if self._is_file:
+                _lock(self._file, path)
+                self._seen, end = _complete(Path(path))
                 self._file.truncate(end)
         except BaseException:
             self._file.close()
@@ -85,7 +89,7 @@ class JsonLines:
                 for row in rows(group):
                     self._file.write(json.dumps(row, default=_plain).encode() + b"\n")
         self._file.flush()
-        if self._file is not sys.stdout.buffer:
+        if self._is_file:
             os.fsync(self._file.fileno())
         return list(groups)
 
@@ -149,10 +153,12 @@ class Parquet:
     def _write(self, fresh: list[dict[str, Any]]) -> None:
         import pyarrow
 
+        text = [f.name for f in self._schema if f.type == pyarrow.string()]
         for row in fresh:
-            for name in ("metadata", "stop_reason", "prompt"):
-                if row[name] is not None and not isinstance(row[name], str):
-                    row[name] = json.dumps(row[name], default=_plain)
+            for name in text:
+                value = row[name]
+                if value is not None and (name == "metadata" or not isinstance(value, str)):
+                    row[name] = json.dumps(value, default=_plain)
             for name in ("enqueued_at", "started_at", "finished_at"):
                 row[name] = round(row[name] * 1000) or None
         target = self._directory / f"part-{self._next:06d}.parquet"
@@ -168,7 +174,7 @@ class Parquet:
 
 
 def _schema(pyarrow: Any) -> Any:
-    """Parquet types of the columns; `metadata` and chat messages are JSON text."""
+    """Parquet types of the columns; `metadata` and what is not always a text are JSON text."""
     ints, text, when = pyarrow.int32(), pyarrow.string(), pyarrow.timestamp("ms", tz="UTC")
     types = {
         **dict.fromkeys(("prompt_ids", "response_ids", "response_mask"), pyarrow.list_(ints)),

@@ -12,7 +12,17 @@ import redis
 from producer import RolloutClient
 from producer.commands.doctor_redis import _PROBES, RIGHTS
 from producer.server import EmbeddedServer
-from tests.deploy.test_acl import CONNECTING, allowed, server, url_of
+from tests.deploy.test_acl import (
+    CONNECTING,
+    LUA,
+    SCRIPTS_OF,
+    SENT_BY,
+    allowed,
+    commands_in,
+    library,
+    server,
+    url_of,
+)
 from tests.integration.commands import Rollq
 from tests.integration.pool import Pool
 
@@ -95,9 +105,14 @@ def test_a_redis_that_is_away_is_the_one_thing_said_of_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("role", sorted(RIGHTS))
-def test_the_rights_it_asks_for_are_those_that_are_granted(role: str) -> None:
-    assert set(RIGHTS[role].split()) == allowed(role) - CONNECTING
-    assert set(RIGHTS[role].split()) <= set(_PROBES)
+def test_the_rights_it_asks_for_are_granted_and_are_all_that_the_scripts_need(role: str) -> None:
+    rights = set(RIGHTS[role].split())
+    functions = library()
+    scripts = [(LUA / f"{name}.lua").read_text() for name in SCRIPTS_OF.get(role, "").split()]
+    needed = set[str]().union(*(commands_in(text, functions) for text in scripts))
+
+    assert needed | SENT_BY.get(role, set()) <= rights <= allowed(role) - CONNECTING
+    assert rights <= set(_PROBES)
 
 
 @pytest.mark.parametrize("role", sorted(RIGHTS))
@@ -151,7 +166,7 @@ def test_a_weights_directory_that_is_none(pool: Pool) -> None:
 
     assert checks(rollq)["weights dir"]["state"] == "warn"
     missing = checks(rollq, "--weights-dir", pool.directory / "no", code=1)["weights dir"]
-    assert missing["state"] == "fail"
+    assert missing["found"] == f"{pool.directory / 'no'} is no directory here"
 
 
 # this machine

@@ -96,7 +96,10 @@ def test_the_picture_fills_the_screen_and_no_more(shown: Picture, width: int, he
 
 def test_nothing_moves_when_numbers_grow() -> None:
     """The columns begin where they began."""
-    small, large = lines(picture(worker("a"))), lines(picture(worker("a", in_flight=12345), size=9))
+    small, large = (
+        lines(picture(worker("a"))),
+        lines(picture(worker("a", in_flight=12345), size=9**9)),
+    )
 
     for word in ("tokens/s", "VERSION", "IN FLIGHT", "LAST ERROR", "SLOWEST GROUPS", "RUNNING"):
         at = [[(i, line.find(word)) for i, line in enumerate(f) if word in line] for f in
