@@ -6,7 +6,8 @@ A subcommand is an entry point of the group `rollq.commands` that names a click 
 command that is run is imported.
 
 Every error of rollq, and a Redis that cannot be reached, ends as one line on stderr and exit
-code 1.
+code 1; a wrong command line as exit code 2, Ctrl-C as 130, and a reader that closed its end of a
+pipe in silence.
 """
 
 from __future__ import annotations
@@ -18,19 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import redis.exceptions
 
 from producer.contract.errors import RollqError
 
 GROUP = "rollq.commands"
 
-#: What an operator can mend; any other error of redis-py is a fault of ours and keeps its trace.
-_REDIS_UNUSABLE = (
-    redis.exceptions.ConnectionError,
-    redis.exceptions.TimeoutError,
-    redis.exceptions.NoPermissionError,
-    redis.exceptions.ReadOnlyError,
-)
+_CTRL_C = 130
 
 
 class EntryPointGroup(click.Group):
@@ -74,8 +68,24 @@ class EntryPointGroup(click.Group):
             return super().invoke(ctx)
         except RollqError as error:
             raise click.ClickException(str(error)) from error
-        except _REDIS_UNUSABLE as error:
+        except _redis_unusable() as error:
             raise click.ClickException(f"Redis: {error}") from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            raise click.exceptions.Exit(_CTRL_C) from None
+
+
+def _redis_unusable() -> tuple[type[Exception], ...]:
+    """What an operator can mend; any other error of redis-py is a fault of ours and keeps its
+    trace. Imported when something went wrong, for it takes longer than most commands."""
+    import redis.exceptions as of_redis
+
+    return (
+        of_redis.ConnectionError,
+        of_redis.TimeoutError,
+        of_redis.NoPermissionError,
+        of_redis.ReadOnlyError,
+    )
 
 
 def _commands() -> dict[str, EntryPoint]:
@@ -113,7 +123,17 @@ def _version() -> str:
 @click.group(cls=EntryPointGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(_version(), prog_name="rollq")
 def main() -> None:
-    """A Redis-driven pool of vLLM workers for reinforcement-learning rollouts."""
+    """A Redis-driven pool of vLLM workers for reinforcement-learning rollouts.
+
+    \b
+    rollq worker Qwen/Qwen3-8B --queue grpo        on each GPU
+    rollq enqueue prompts.jsonl --queue grpo --n 8
+    rollq top --queue grpo
+    rollq results --queue grpo --jsonl out.jsonl
+
+    Exit codes: 0 done, 1 it failed (one line on stderr says why and what to do), 2 a wrong
+    command line, 130 Ctrl-C. ROLLQ_REDIS_URL and ROLLQ_QUEUE stand for --redis and --queue.
+    """
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from producer.contract.keys import QueueKeys, sample_id
 from producer.contract.messages import (
     LOGPROBS_MODE,
     Chunk,
+    Messages,
     Rollout,
     RolloutGroup,
     Segment,
@@ -80,6 +81,7 @@ class _Asked:
 
     params: SamplingParams
     metadata: Any
+    prompt: str | Messages | None
     prompt_ids: NDArray[np.int32]
     error: str = ""
 
@@ -87,11 +89,11 @@ class _Asked:
 def _read_asked(group_id: str, group: Fields) -> _Asked:
     """Out of the hash of a group, or of a dead-lettered sample."""
     try:
-        _, params, metadata = read_job(group.get(b"job", b""), group_id)
+        prompt, params, metadata = read_job(group.get(b"job", b""), group_id)
         ids = unpack_ids(group.get(b"prompt_ids", b""), f"prompt of {group_id}")
     except (InvalidPayload, InvalidSample) as reason:
-        return _Asked(SamplingParams(), None, _NO_IDS, str(reason))
-    return _Asked(params, metadata, ids)
+        return _Asked(SamplingParams(), None, None, _NO_IDS, str(reason))
+    return _Asked(params, metadata, prompt, ids)
 
 
 def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes]) -> Rollout:
@@ -145,6 +147,7 @@ def _rollout(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes]) -> R
         started_at=_seconds(get("started_at")),
         finished_at=_seconds(get("finished_at")),
         metadata=asked.metadata,
+        prompt=asked.prompt,
     )
 
 

@@ -30,7 +30,8 @@ class Status:
     (`grading`) and of closed groups that are not acked (`results`).
 
     `current` and `last_good` are weight versions; `weights` is the whole hash; `stats` are
-    counters that only grow.
+    counters that only grow; `config` holds the queue's limits, and is empty where there is no
+    such queue.
     """
 
     ready: int
@@ -42,7 +43,17 @@ class Status:
     workers: tuple[WorkerStatus, ...]
     stats: dict[str, int]
     weights: dict[str, str]
+    config: dict[str, str]
     grading: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all workers, as they last said."""
+        return sum(w.tokens_per_second for w in self.workers)
+
+    def of_version(self, version: int, field: str) -> str:
+        """What the hash `weights` says of a version, such as its `state`, `step` or `error`."""
+        return self.weights.get(f"{version}:{field}", "")
 
 
 def status_commands(keys: QueueKeys) -> list[Command]:
@@ -54,6 +65,7 @@ def status_commands(keys: QueueKeys) -> list[Command]:
         ("XLEN", keys["results"]),
         ("HGETALL", keys["weights"]),
         ("HGETALL", keys["stats"]),
+        ("HGETALL", keys["config"]),
         ("ZRANGE", keys["workers"], "0", "-1"),
     ]
 
@@ -64,7 +76,7 @@ def worker_commands(keys: QueueKeys, names: Sequence[bytes]) -> list[Command]:
 
 def build_status(replies: Sequence[Any], workers: Sequence[Any]) -> Status:
     """Out of the replies to both command lists."""
-    ready, leased, dead, grading, results, weights, stats, names = replies
+    ready, leased, dead, grading, results, weights, stats, config, names = replies
     level = texts(weights)
     return Status(
         ready=ready,
@@ -81,6 +93,7 @@ def build_status(replies: Sequence[Any], workers: Sequence[Any]) -> Status:
         ),
         stats={name: int(value) for name, value in texts(stats).items()},
         weights=level,
+        config=texts(config),
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import inspect
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,13 +17,35 @@ from workers.engines.protocol import Engine
 from workers.settings import WorkerSettings, default_name
 
 
+class _WorkerCommand(click.Command):
+    """Says in its --help which variables stand for its options, and what --sim takes."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for option in self.params:
+            if isinstance(option, click.Option):
+                option.show_envvar = True
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from workers.engines.sim import SimSettings
+
+        _, _, meaning = (inspect.getdoc(SimSettings) or "").partition("engine behaves. ")
+        with formatter.section("Settings of --sim, with their defaults"):
+            settings = (f"{f.name}={f.default}" for f in dataclasses.fields(SimSettings))
+            formatter.write_text(", ".join(settings))
+            formatter.write_paragraph()
+            formatter.write_text(meaning)
+
+
 @click.command(
+    cls=_WorkerCommand,
     context_settings={
         "ignore_unknown_options": True,
         "allow_extra_args": True,
         "auto_envvar_prefix": "ROLLQ",
         "show_default": True,
-    }
+        "max_content_width": 100,
+    },
 )
 @click.argument("model", required=False)
 @click.option("--redis", "url", default="redis://localhost:6379", envvar="ROLLQ_REDIS_URL")
@@ -80,7 +105,8 @@ def worker(
     rollq worker --engine sim --sim token_rate=50,max_num_seqs=64
 
     SIGTERM hands back every sample with its tokens and exits with 0; exit codes: 1 a failure
-    (its reason is the last line of the log), 3 the engine or event loop stood still.
+    (its reason is the last line of the log), 2 a wrong command line, 3 the engine or event loop
+    stood still.
     """
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"

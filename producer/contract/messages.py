@@ -212,6 +212,7 @@ class Rollout:
         recomputed_tokens: prefix tokens that resumed attempts prefilled again.
         enqueued_at, started_at, finished_at: seconds since the epoch by Redis; 0.0 if never.
         reward: what the reward function made of it: a number or a dict of them; None without.
+        prompt: the text or chat messages as submitted, None where token ids were.
     """
 
     id: str
@@ -240,6 +241,7 @@ class Rollout:
     started_at: float
     finished_at: float
     metadata: Any = None
+    prompt: str | Messages | None = None
     reward: float | dict[str, Any] | None = None
 
     @property

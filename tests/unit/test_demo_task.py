@@ -326,6 +326,7 @@ def status(**changes: Any) -> Status:
         "workers": (),
         "stats": stats,
         "weights": {},
+        "config": {},
     }
     return Status(**{**fields, **changes})
 

@@ -21,7 +21,7 @@ def pool(failed: dict[str, str] | None = None, state: str = "new", **versions: i
         for name, v in versions.items()
     )
     weights = {"5:state": state, "5:failed": json.dumps(failed or {}), "5:error": "a: last"}
-    return Status(0, 0, 0, 0, 5, 4, workers, {}, weights)
+    return Status(0, 0, 0, 0, 5, 4, workers, {}, weights, {})
 
 
 @pytest.mark.parametrize(

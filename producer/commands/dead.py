@@ -10,12 +10,11 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from producer.commands.common import SETTINGS, F, existing, target
 from producer.contract.codec import unpack_ids
 from producer.contract.connection import Queue
 from producer.contract.errors import InvalidSample
@@ -25,28 +24,40 @@ from producer.pipeline import read_all
 from producer.status import texts
 
 
-@click.group(context_settings={"show_default": True})
-@click.option("--redis", "url", default="redis://localhost:6379", envvar="ROLLQ_REDIS_URL")
-@click.option("--queue", default="default", envvar="ROLLQ_QUEUE")
+@click.group(context_settings=SETTINGS)
+@target
 @click.pass_context
 def dead(context: click.Context, url: str, queue: str) -> None:
     """Look at samples that were given up, try them again, or forget them.
 
     \b
-    rollq dead --queue grpo list
-    rollq dead --queue grpo show 3fe1c9d2/4
-    rollq dead --queue grpo retry 3fe1c9d2/4
+    rollq dead list --queue grpo
+    rollq dead show 3fe1c9d2/4 --queue grpo
+    rollq dead retry 3fe1c9d2/4 --queue grpo
     """
-    context.obj = (url, queue)
+    context.obj = {"url": url, "queue": queue}
+
+
+def _late_target(function: F) -> F:
+    """--redis and --queue also behind the subcommand, where they win."""
+
+    def take(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            context.obj[parameter.name] = value
+
+    for name, words in (("--queue", ["queue"]), ("--redis", ["url"])):
+        function = click.option(name, *words, expose_value=False, callback=take)(function)
+    return function
 
 
 @dead.command("list")
 @click.option("--limit", default=100, help="The newest so many.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@_late_target
 @click.pass_obj
-def list_(target: tuple[str, str], limit: int, as_json: bool) -> None:
+def list_(where: dict[str, str], limit: int, as_json: bool) -> None:
     """The newest first: when, id, crashes, tokens, reason."""
-    with _queue(target) as queue:
+    with existing(**where) as queue:
         [found] = read_all(
             queue, [("ZREVRANGE", queue.keys["dead"], "0", str(limit - 1), "WITHSCORES")]
         )
@@ -67,10 +78,11 @@ def list_(target: tuple[str, str], limit: int, as_json: bool) -> None:
 
 @dead.command()
 @click.argument("sample_id")
+@_late_target
 @click.pass_obj
-def show(target: tuple[str, str], sample_id: str) -> None:
+def show(where: dict[str, str], sample_id: str) -> None:
     """All that is known of one, as JSON: its state, prompt, parameters and metadata."""
-    with _queue(target) as queue:
+    with existing(**where) as queue:
         fields, job = _read(queue, sample_id)
     prompt: Any = job.prompt if job.prompt_ids is None else job.prompt_ids.tolist()
     facts = {
@@ -85,10 +97,11 @@ def show(target: tuple[str, str], sample_id: str) -> None:
 
 @dead.command()
 @click.argument("sample_ids", nargs=-1, required=True)
+@_late_target
 @click.pass_obj
-def retry(target: tuple[str, str], sample_ids: tuple[str, ...]) -> None:
+def retry(where: dict[str, str], sample_ids: tuple[str, ...]) -> None:
     """Enqueue each again, as a group of its own with a new id, and forget the old one."""
-    with _queue(target) as queue:
+    with existing(**where) as queue:
         for sample_id in sample_ids:
             _, job = _read(queue, sample_id)
             [answer] = queue.call("enqueue", [job.to_item()])
@@ -100,24 +113,15 @@ def retry(target: tuple[str, str], sample_ids: tuple[str, ...]) -> None:
 
 @dead.command()
 @click.argument("sample_ids", nargs=-1, required=True)
+@_late_target
 @click.pass_obj
-def drop(target: tuple[str, str], sample_ids: tuple[str, ...]) -> None:
+def drop(where: dict[str, str], sample_ids: tuple[str, ...]) -> None:
     """Forget samples for good."""
-    with _queue(target) as queue:
+    with existing(**where) as queue:
         for sample_id in sample_ids:
             if not _drop(queue, [sample_id]):
                 raise InvalidSample(f"{sample_id} is not among the dead; see `rollq dead list`")
             click.echo(f"{sample_id} is forgotten")
-
-
-@contextmanager
-def _queue(target: tuple[str, str]) -> Iterator[Queue]:
-    queue = Queue(*target, patience=5.0)
-    try:
-        queue.open()
-        yield queue
-    finally:
-        queue.close()
 
 
 def _read(queue: Queue, sample_id: str) -> tuple[dict[str, str], Job]:
