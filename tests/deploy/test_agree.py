@@ -286,11 +286,14 @@ def test_redis_has_room_to_rewrite_its_log(rendered: Render) -> None:
     full = size(config()["maxmemory"])
     assert size(SERVICES["redis"]["mem_limit"]) >= 1.5 * full
     for name in ("base", "overlays/dev"):
-        main = container(the(rendered(name), "StatefulSet", "rollq-redis"))
+        workload = the(rendered(name), "StatefulSet", "rollq-redis")
+        (claim,) = workload["spec"]["volumeClaimTemplates"]
+        main = container(workload)
         arguments = main["args"]
         if "--maxmemory" in arguments:
             full = size(arguments[arguments.index("--maxmemory") + 1])
         assert size(main["resources"]["limits"]["memory"]) >= 1.5 * full
+        assert size(claim["spec"]["resources"]["requests"]["storage"]) >= 3 * full
 
 
 def test_graders_are_started_as_the_readme_says(rendered: Render) -> None:
