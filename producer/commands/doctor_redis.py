@@ -22,7 +22,7 @@ _SLOW_MS = 10.0
 #: What a role sends, in scripts and by itself; `deploy/redis/users.acl` grants just this.
 RIGHTS = {
     "trainer": "info evalsha script|load exists get hdel hexists hget hgetall hincrby hmget hset "
-    "hsetnx set time unlink xack xadd xdel xgroup|create xpending xrange zadd zcard zrange "
+    "hsetnx set time unlink xack xadd xclaim xdel xgroup|create xinfo|consumers xpending xrange zadd zcard zrange "
     "zrangebyscore zrem zscore lrange xlen xreadgroup zrevrange",
     "worker": "info evalsha script|load del get hdel hexists hget hgetall hincrby hmget hset "
     "hsetnx pexpire rpush set time xadd xgroup|create xlen zadd zcard zrange zrangebyscore zrem "
@@ -56,8 +56,10 @@ _PROBES = {
     "unlink": "UNLINK KEY:none",
     "xack": "XACK KEY g 0-1",
     "xadd": "XADD KEY * f v",
+    "xclaim": "XCLAIM KEY g c 0 0-1",
     "xdel": "XDEL KEY 0-1",
     "xgroup|create": "XGROUP CREATE KEY g 0",
+    "xinfo|consumers": "XINFO CONSUMERS KEY g",
     "xinfo|groups": "XINFO GROUPS KEY",
     "xlen": "XLEN KEY",
     "xpending": "XPENDING KEY g",

@@ -34,8 +34,8 @@ SCRIPTS_OF = {
     " leave turn due",
     "rewards": "configure due grade graded",
 }
-#: what RQ sends to enqueue a job, and beyond that in its workers and `rq info`
-RQ_ENQUEUES = {"del", "exec", "exists", "hset", "info", "lrange", "multi", "rpush", "sadd"}
+#: what RQ sends on its keys to enqueue a job, and beyond that in its workers and `rq info`
+RQ_ENQUEUES = {"del", "evalsha", "exec", "exists", "hset", "lrange", "multi", "rpush", "sadd"}
 RQ_WORKS = {
     *("blmove", "client|info", "expire", "get", "hdel", "hget", "hgetall", "hincrby"),
     *("hincrbyfloat", "hmget", "hsetnx", "llen", "lrem", "persist", "publish", "set", "smembers"),
@@ -45,11 +45,11 @@ RQ_WORKS = {
 #: what a role sends itself, outside of scripts
 SENT_BY = {
     "trainer": {"exists", "hgetall", "lrange", "xlen", "xreadgroup"}
-    | {"zcard", "zrange", "zrevrange", "zscore"}
-    | RQ_ENQUEUES,
-    "worker": {"hexists", "hmget", "lrange", "xread"} | RQ_ENQUEUES,
-    "rewards": {"hgetall", "lrange"} | RQ_ENQUEUES | RQ_WORKS,
+    | {"zcard", "zrange", "zrevrange", "zscore"},
+    "worker": {"hexists", "hmget", "lrange", "xread"},
+    "rewards": {"hgetall", "lrange"},
 }
+RQ_SENDS = {"trainer": RQ_ENQUEUES, "worker": RQ_ENQUEUES, "rewards": RQ_ENQUEUES | RQ_WORKS}
 
 
 def roles() -> dict[str, list[str]]:
@@ -59,8 +59,14 @@ def roles() -> dict[str, list[str]]:
     return {line[1]: line[2:] for line in lines}
 
 
-def allowed(role: str) -> set[str]:
-    return {rule[1:] for rule in roles()[role] if rule.startswith("+")}
+def rights(role: str) -> tuple[str, str]:
+    """Its rules for rollq's keys, and those of its selector, for RQ's."""
+    own, _, rq = " ".join(roles()[role]).partition(" (")
+    return own, rq.removesuffix(")")
+
+
+def allowed(rules: str) -> set[str]:
+    return {rule[1:] for rule in rules.split() if rule.startswith("+")}
 
 
 def commands_in(text: str, library: dict[str, str], seen: frozenset[str] = frozenset()) -> set[str]:
@@ -86,7 +92,9 @@ def test_a_role_may_send_exactly_what_its_scripts_and_reads_need(role: str) -> N
     texts = [(LUA / f"{name}.lua").read_text() for name in SCRIPTS_OF[role].split()]
     needed = set[str]().union(*(commands_in(text, functions) for text in texts))
 
-    assert allowed(role) == needed | SENT_BY[role] | CONNECTING | SCRIPTS
+    own, rq = rights(role)
+    assert allowed(own) == needed | SENT_BY[role] | CONNECTING | SCRIPTS
+    assert allowed(rq) == RQ_SENDS[role]
 
 
 def test_every_script_belongs_to_a_role() -> None:
@@ -173,12 +181,15 @@ def test_who_may_not_use_rq_leaves_rewards_to_others(server: EmbeddedServer) -> 
         assert bool(dispatcher.refused) is refused, (role, dispatcher.refused)
 
 
-def test_monitor_can_export(server: EmbeddedServer, pool: Pool) -> None:
+async def test_monitor_can_export(server: EmbeddedServer, pool: Pool) -> None:
+    """With a worker on the list and a sample that waits: each has commands of its own."""
+    await pool.start(StepEngine(lambda r: 1), name="a", max_samples=1)
     pool.submit(2)
     exporter = Exporter(url_of(server, "monitor"), [QUEUE])
-    text = exporter.metrics().decode()
+    serving = 'rollq_pool_workers{queue="q",state="serving",version="0"} 1.0'
+    await async_wait_until(lambda: serving in exporter.metrics().decode(), "the worker is seen")
+    assert 'rollq_pool_samples_waiting{queue="q"} 1.0' in exporter.metrics().decode()
     exporter.close()
-    assert 'rollq_pool_samples_waiting{queue="q"} 2.0' in text
 
 
 @pytest.mark.parametrize(
@@ -196,7 +207,7 @@ def test_monitor_can_export(server: EmbeddedServer, pool: Pool) -> None:
         ("trainer", ("FLUSHALL",)),
         ("trainer", ("KEYS", "*")),
         ("trainer", ("CONFIG", "SET", "maxmemory", "1")),
-        ("trainer", ("LPUSH", QueueKeys(QUEUE).chunks("g/0"), "x")),
+        ("trainer", ("RPUSH", QueueKeys(QUEUE).chunks("g/0"), "x")),
         ("monitor", ("ZREM", QueueKeys(QUEUE)["ready"], "g/0")),
         ("monitor", ("EVALSHA", "0" * 40, "0")),
         ("scaler", ("HGETALL", QueueKeys(QUEUE)["stats"])),
