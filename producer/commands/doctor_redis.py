@@ -22,8 +22,8 @@ _SLOW_MS = 10.0
 #: What a role sends, in scripts and by itself; `deploy/redis/users.acl` grants just this.
 RIGHTS = {
     "trainer": "info evalsha script|load exists get hdel hexists hget hgetall hincrby hmget hset "
-    "hsetnx set time unlink xack xadd xclaim xdel xgroup|create xinfo|consumers xpending xrange zadd zcard zrange "
-    "zrangebyscore zrem zscore lrange xlen xreadgroup zrevrange",
+    "hsetnx set time unlink xack xadd xclaim xdel xgroup|create xinfo|consumers xpending "
+    "xrange zadd zcard zrange zrangebyscore zrem zscore lrange xlen xreadgroup zrevrange",
     "worker": "info evalsha script|load del get hdel hexists hget hgetall hincrby hmget hset "
     "hsetnx pexpire rpush set time xadd xgroup|create xlen zadd zcard zrange zrangebyscore zrem "
     "zremrangebyscore lrange xread",
