@@ -91,6 +91,23 @@ async def test_patience_ends(own_server: EmbeddedServer) -> None:
     queue.close()
 
 
+async def test_what_is_no_redis_is_refused() -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(page, "127.0.0.1") as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        queue, twin = Queue(url, "q", patience=5.0), AsyncQueue(url, "q", patience=5.0)
+        with pytest.raises(QueueUnusable, match="is this the port of a Redis"):
+            await asyncio.to_thread(queue.open)
+        with pytest.raises(QueueUnusable, match="is this the port of a Redis"):
+            await twin.open()
+        queue.close()
+        await twin.close()
+
+
 def test_setting_up_a_queue_again_survives_a_lost_reply(driver: Driver, tmp_path: Path) -> None:
     for name in ("configure", "reap"):
         driver.redis.script_load(SCRIPTS[name].source)
