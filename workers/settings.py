@@ -32,7 +32,7 @@ class WorkerSettings:
         load_seconds: for one weight load, after which the worker gives up.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may hold a password
     queue: str = "default"
     name: str = field(default_factory=default_name)
     weights_dir: Path | None = None
