@@ -42,6 +42,7 @@ class Publication:
 
     version: int
     path: str
+    digest: str
     state: str
     policy: str
     deadline_s: float
@@ -129,14 +130,14 @@ class Updater:
 
     async def _read(self, version: int) -> Publication | None:
         queue = self._state.queue
-        names = ("path", "state", "policy", "deadline_ms")
-        path, state, policy, deadline = await queue.retrying(
+        names = ("path", "digest", "state", "policy", "deadline_ms")
+        path, digest, state, policy, deadline = await queue.retrying(
             lambda: queue.redis.hmget(queue.keys["weights"], [f"{version}:{n}" for n in names])
         )
         if path is None:
             return None
         try:
-            words = (path.decode(), state.decode(), policy.decode())
+            words = (path.decode(), digest.decode(), state.decode(), policy.decode())
             return Publication(version, *words, int(deadline) / 1000)
         except (ValueError, AttributeError):
             self._state.last_error = f"version {version} is not described as a publication is"
@@ -157,7 +158,7 @@ class Updater:
             pause, quiet = most, 1
         while publication.version in (self._state.current, self._state.last_good):
             try:
-                return await asyncio.to_thread(self._verified, publication.path)
+                return await asyncio.to_thread(self._verified, publication)
             except WeightsError as error:
                 failures += 1
                 late = isinstance(error, WeightsMissing) and time.monotonic() < missing_until
@@ -184,12 +185,14 @@ class Updater:
             pause = min(most, pause * 2)
         return None
 
-    def _verified(self, path: str) -> Path:
+    def _verified(self, publication: Publication) -> Path:
         root = self._state.settings.weights_dir
         if root is None:
             raise WeightsError("this worker has no --weights-dir, so it cannot load any weights")
-        directory = confined(root, path)
-        Manifest.read(directory).verify(directory)
+        directory = confined(root, publication.path)
+        manifest = Manifest.read(directory)
+        manifest.expect(publication.digest, directory)
+        manifest.verify(directory)
         self._state.engine.check(directory)
         return directory
 
