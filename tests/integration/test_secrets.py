@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import logging
@@ -25,7 +26,7 @@ from producer.contract.errors import RollqError
 from producer.contract.url import PASSWORD_FILE
 from producer.demo.loop import DemoConfig
 from producer.server import EmbeddedServer, Prefer, start_embedded
-from tests.integration.pool import QUEUE, Pool, Process
+from tests.integration.pool import QUEUE, ROOT, Pool, Process
 from tests.integration.stepper import StepEngine
 from tests.servers import free_port
 from tests.waiting import async_wait_until, wait_until
@@ -171,6 +172,14 @@ def test_a_password_on_a_command_line_is_warned_of_and_not_repeated() -> None:
     assert (
         "Warning" not in CliRunner().invoke(main, ["dead", "--redis", "redis://h", "drop"]).stderr
     )
+
+
+def test_no_process_of_ours_is_told_a_url_by_an_argument() -> None:
+    for path in [*(ROOT / "producer").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.List | ast.Tuple):
+                words = [e.value for e in node.elts if isinstance(e, ast.Constant)]
+                assert "--redis" not in words, f"{path}:{node.lineno}: give it ROLLQ_REDIS_URL"
 
 
 def test_help_shows_no_password_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
