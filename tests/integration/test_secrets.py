@@ -177,9 +177,10 @@ def test_a_password_on_a_command_line_is_warned_of_and_not_repeated() -> None:
 def test_no_process_of_ours_is_told_a_url_by_an_argument() -> None:
     for path in [*(ROOT / "producer").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.List | ast.Tuple):
-                words = [e.value for e in node.elts if isinstance(e, ast.Constant)]
-                assert "--redis" not in words, f"{path}:{node.lineno}: give it ROLLQ_REDIS_URL"
+            parts = {ast.List: "elts", ast.JoinedStr: "values"}.get(type(node))
+            words = [getattr(e, "value", "") for e in getattr(node, parts)] if parts else []
+            told = {"--redis", "--redis="} & {w for w in words if isinstance(w, str)}
+            assert not told, f"{path}:{node.lineno}: give it ROLLQ_REDIS_URL"
 
 
 def test_help_shows_no_password_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
