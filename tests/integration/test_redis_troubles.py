@@ -277,7 +277,7 @@ async def test_a_trainers_patience_with_a_mute_redis_ends(far_pool: Pool, proxy:
     proxy.hold("trainer", 20.0)
     with pytest.raises(
         RedisUnavailable,
-        match=rf"127\.0\.0\.1:{proxy.port('trainer')} did not answer for [5-9].*can be reached",
+        match=rf"127\.0\.0\.1:{proxy.port('trainer')} did not answer for .*can be reached",
     ):
         await asyncio.to_thread(far_pool.client.status)
 
