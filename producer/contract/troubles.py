@@ -1,4 +1,7 @@
-"""What an error of redis-py means: whether to wait, whom to tell, and in which words."""
+"""What an error of redis-py means: whether it will pass by itself, and how to tell of it.
+
+Used by `connection.py` alone.
+"""
 
 from __future__ import annotations
 
