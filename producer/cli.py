@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from producer.contract.errors import RollqError
+from producer.contract.url import PASSWORD_FILE, has_password
 
 GROUP = "rollq.commands"
 
@@ -62,6 +63,15 @@ class EntryPointGroup(click.Group):
         if not _commands():
             raise click.ClickException(_not_installed())
         return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if any(map(has_password, args)):
+            click.echo(
+                "Warning: a password on the command line can be read by every user of this "
+                f"machine; give the URL in ROLLQ_REDIS_URL, or the password in {PASSWORD_FILE}",
+                err=True,
+            )
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

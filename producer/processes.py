@@ -62,7 +62,7 @@ class WorkerProcesses:
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start `rollq worker ARGUMENTS`, its output going to `NAME.log`."""
-        self._log_directory.mkdir(parents=True, exist_ok=True)
+        self._log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = self._log_directory / f"{name}.log"
         rollq = [sys.executable, "-m", "producer.cli", "worker", *arguments]
         with log.open("wb") as output:

@@ -105,6 +105,16 @@ def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes])
 
 
 def _rollout(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes]) -> Rollout:
+    try:
+        return _joined(sid, asked, fields, raw)
+    except (ValueError, ArithmeticError, RecursionError):
+        reason = f"the fields of {sid} are not those of a sample"
+    group, _, index = sid.partition("/")
+    known = {b"group": group.encode(), b"index": index.encode()}
+    return _joined(sid, replace(asked, error=reason), known, ())
+
+
+def _joined(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes]) -> Rollout:
     unreadable = asked.error
     chunks: list[Chunk] = []
     if not unreadable:
@@ -171,5 +181,7 @@ def _seconds(value: bytes | None) -> float:
 
 
 def _stop_reason(value: bytes | None) -> int | str | None:
-    reason: int | str | None = json.loads(value) if value else None
+    reason = json.loads(value) if value else None
+    if not isinstance(reason, int | str | None):
+        raise ValueError
     return reason

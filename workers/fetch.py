@@ -85,7 +85,7 @@ class Fetcher:
         def superseded() -> bool:
             return not insists and version != (state.current if is_current else state.last_good)
 
-        reading = asyncio.ensure_future(self._verified(publication.path))
+        reading = asyncio.ensure_future(self._verified(publication))
         reading.add_done_callback(lambda _: state.moved.set())
         try:
             await state.until(lambda: reading.done() or superseded(), None)
@@ -100,11 +100,11 @@ class Fetcher:
             log.info("version %d is not the newest any more: %s", version, error)
         return None
 
-    async def _verified(self, path: str) -> Path:
+    async def _verified(self, publication: Publication) -> Path:
         root = self._state.settings.weights_dir
         if root is None:
             raise WeightsError("this worker has no --weights-dir, so it cannot load any weights")
-        directory, manifest = await asyncio.to_thread(_looked_at, root, path)
+        directory, manifest = await asyncio.to_thread(_looked_at, root, publication)
         await _read(directory, manifest)
         await asyncio.to_thread(self._state.engine.check, directory)
         return directory
@@ -115,9 +115,10 @@ def serves_nothing(state: WorkerState) -> bool:
     return state.version < state.last_good
 
 
-def _looked_at(root: Path, path: str) -> tuple[Path, Manifest]:
-    directory = confined(root, path)
+def _looked_at(root: Path, publication: Publication) -> tuple[Path, Manifest]:
+    directory = confined(root, publication.path)
     manifest = Manifest.read(directory)
+    manifest.expect(publication.digest, directory)
     manifest.check_sizes(directory)
     return directory, manifest
 

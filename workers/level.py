@@ -18,6 +18,7 @@ class Publication:
 
     version: int
     path: str
+    digest: str
     state: str
     policy: str
     deadline_s: float
@@ -40,14 +41,14 @@ class Level:
     async def read(self, version: int) -> Publication | None:
         """None if it is not there, or not described as a publication is."""
         queue = self._state.queue
-        names = ("path", "state", "policy", "deadline_ms")
-        path, state, policy, deadline = await queue.retrying(
+        names = ("path", "digest", "state", "policy", "deadline_ms")
+        path, digest, state, policy, deadline = await queue.retrying(
             lambda: queue.redis.hmget(queue.keys["weights"], [f"{version}:{n}" for n in names])
         )
         if path is None:
             return None
         try:
-            words = (path.decode(), state.decode(), policy.decode())
+            words = (path.decode(), digest.decode(), state.decode(), policy.decode())
             return Publication(version, *words, int(deadline) / 1000)
         except (ValueError, AttributeError):
             self._state.last_error = f"version {version} is not described as a publication is"

@@ -33,7 +33,7 @@ class WorkerSettings:
         metrics_host, metrics_port: where /metrics, /livez and /readyz are served; 0: nowhere.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may hold a password
     queue: str = "default"
     name: str = field(default_factory=default_name)
     weights_dir: Path | None = None

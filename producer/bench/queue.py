@@ -39,9 +39,8 @@ def measure(url: str, samples: int, tokens: int, rounds: int) -> dict[str, float
         redis.Redis.from_url(url) as server,
         WorkerProcesses(Path(logs), nice=0) as workers,
     ):
-        workers.start(
-            "null", ["--engine", "null", "--redis", url, "--queue", queue], {"ROLLQ_NAME": "null"}
-        )
+        environment = {"ROLLQ_NAME": "null", "ROLLQ_REDIS_URL": url}  # it may hold a password
+        workers.start("null", ["--engine", "null", "--queue", queue], environment)
         client.wait_for_version(0, timeout=_SERVE_SECONDS)
         _pass_through(client, 512, tokens)  # what is loaded once is loaded now
         for _ in range(rounds):

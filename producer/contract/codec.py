@@ -1,8 +1,9 @@
 """Bytes on the wire: msgpack, with arrays of tokens and logprobs as raw little-endian bytes.
 
 A token with its logprob takes 8 bytes, and decoding makes no object a token: an array is a
-view of the bytes that msgpack took out. Sizes are checked before anything is decoded, so a
-hostile payload is refused fast. Nothing is ever unpickled.
+view of the bytes that msgpack took out. Sizes are checked before anything is decoded, what is
+decoded is counted, and a length that the bytes do not hold is refused before room is made for
+it: a hostile payload is refused fast, in a few times MAX_PAYLOAD. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from producer.contract.errors import InvalidPayload, InvalidSample
 
 #: bytes that one payload may have
 MAX_PAYLOAD = 4 * 1024 * 1024
+#: values that one may hold in lists and maps; a byte of msgpack can make 70 of Python's memory
+MAX_VALUES = 1 << 18
 
 _INT32 = 1
 _FLOAT32 = 2
@@ -27,7 +30,7 @@ def pack(value: Any, what: str) -> bytes:
 
     Raises:
         InvalidSample: `what` holds a type, an integer or a text that msgpack cannot carry,
-            is nested too deeply, or is larger than MAX_PAYLOAD.
+            is nested too deeply, or is larger than MAX_PAYLOAD or MAX_VALUES.
     """
     try:
         data: bytes = msgpack.packb(value, default=_default, use_bin_type=True)
@@ -51,8 +54,19 @@ def unpack(data: bytes, what: str) -> Any:
     """
     if len(data) > MAX_PAYLOAD:
         raise InvalidPayload(f"{what} has {len(data)} bytes, allowed are {MAX_PAYLOAD}")
+    counter = _Counter()
     try:
-        return msgpack.unpackb(data, ext_hook=_ext_hook, raw=False, strict_map_key=True)
+        _walk(data)
+        return msgpack.unpackb(
+            data,
+            ext_hook=_ext_hook,
+            list_hook=counter.count,
+            object_hook=counter.count,
+            max_array_len=MAX_VALUES,
+            max_map_len=MAX_VALUES // 2,
+            raw=False,
+            strict_map_key=True,
+        )
     except (ValueError, TypeError, MemoryError, msgpack.UnpackException) as error:
         reason = str(error) or type(error).__name__
         raise InvalidPayload(f"{what} is not a rollq payload: {reason}") from None
@@ -68,6 +82,26 @@ def unpack_ids(data: bytes, what: str) -> NDArray[np.int32]:
     if len(data) % 4:
         raise InvalidPayload(f"{what} has {len(data)} bytes, not a multiple of 4")
     return np.frombuffer(data, dtype="<i4")
+
+
+class _Counter:
+    """Counts the values of all lists and maps of one payload, as each is complete."""
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def count(self, container: Any) -> Any:
+        self._left -= 1 + len(container) * (2 if isinstance(container, dict) else 1)
+        if self._left < 0:
+            raise ValueError(f"it holds more than {MAX_VALUES} values")
+        return container
+
+
+def _walk(data: bytes) -> None:
+    """Raises where a list or map claims more entries than there are bytes; makes no object."""
+    unpacker = msgpack.Unpacker(read_size=max(1, len(data)), max_buffer_size=max(1, len(data)))
+    unpacker.feed(data)
+    unpacker.skip()
 
 
 def _default(value: Any) -> Any:

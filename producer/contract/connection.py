@@ -1,15 +1,16 @@
 """A queue over a Redis connection, blocking or asyncio: runs the scripts, retries, checks.
 
 redis-py's own silent retries are off: only the scripts are sent twice, since each of them
-has the effect of once. Used by the client, the commands and the workers.
+has the effect of once. While Redis is away, the log says since when, why, and how long it is
+waited for. Used by the client, the commands and the workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import operator
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,11 +23,11 @@ from producer.contract.errors import (
     InvalidSample,
     QueueUnusable,
     RedisUnavailable,
-    RollqError,
 )
 from producer.contract.keys import TRAINER_GROUP, QueueKeys
 from producer.contract.scripts import MAX_ITEMS, SCRIPTS, Argument
-from producer.contract.url import connect, connect_async, redact
+from producer.contract.troubles import advice, missing_queue, passing, refusal, words
+from producer.contract.url import close, close_async, connect, connect_async, redact
 
 log = logging.getLogger("rollq")
 
@@ -47,7 +48,8 @@ DEFAULTS: Mapping[str, int] = {
 Call = tuple[str, dict[str, Argument], Sequence[Sequence[Argument]]]
 
 _BACKOFF = ExponentialWithJitterBackoff(base=0.05, cap=2.0)
-_PASSING_ERRORS = ("OOM ", "READONLY ", "LOADING ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ")
+#: seconds between words about a Redis that stays away
+_SAY_SECONDS = 30.0
 
 
 def split(items: Sequence[Sequence[Argument]]) -> Iterator[Sequence[Sequence[Argument]]]:
@@ -61,31 +63,6 @@ def split(items: Sequence[Sequence[Argument]]) -> Iterator[Sequence[Sequence[Arg
         size += weight
     if start < len(items):
         yield items[start:]
-
-
-def passing(error: redis.RedisError, *, known: bool) -> bool:
-    """Will the same call succeed later, without anybody changing it?
-
-    `known`: it succeeded before, so a refused password is one that is being rotated.
-    """
-    if isinstance(error, redis.AuthenticationError):
-        return known
-    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return True
-    return str(error).startswith(_PASSING_ERRORS) or isinstance(
-        error, redis.ReadOnlyError | redis.OutOfMemoryError
-    )
-
-
-def _refusal(error: redis.ResponseError) -> RollqError | None:
-    """The words of a script that refused its arguments."""
-    found = re.search(r"ROLLQ (.*?)(?:,? script: |$)", str(error))
-    return InvalidSample(found[1]) if found else None
-
-
-def _missing_queue(error: redis.RedisError) -> bool:
-    # Somebody flushed the database: the scripts say the one, a read of results the other.
-    return "NOQUEUE" in str(error) or str(error).startswith("NOGROUP")
 
 
 class _Queue:
@@ -106,6 +83,10 @@ class _Queue:
         self.disruptions = 0
         #: calls that failed; each is tried again
         self.errors = 0
+        self._known = False  # whether it ever answered
+        self._away_since: float | None = None
+        self._say_at = 0.0
+        self._said: set[type] = set()
 
     def _evalsha(self, call: Call) -> list[Argument]:
         name, scalars, items = call
@@ -143,26 +124,54 @@ class _Queue:
             )
 
     def _unusable(self, error: redis.RedisError) -> QueueUnusable:
-        return QueueUnusable(f"Redis at {redact(self.url)} refused: {error}")
+        return QueueUnusable(f"Redis at {redact(self.url)} refused: {words(error)}{advice(error)}")
 
     def _pause(self, error: redis.RedisError, started: float, failures: int) -> float:
         """Seconds to wait after an error that will pass; raises where it will not."""
         self.disruptions += 1
         self.errors += 1
-        if _missing_queue(error):
+        if missing_queue(error):
             return 0.0
-        if not passing(error, known=bool(self.config)):
+        if not passing(error, known=self._known):
             raise self._unusable(error) from error
         waited = time.monotonic() - started
         if waited > self.patience:
             raise self._gave_up(error, waited) from error
-        if failures == 1:
-            log.warning("Redis at %s is away: %s; retrying", redact(self.url), error)
+        self._say_away(error)
         return float(_BACKOFF.compute(failures))
 
-    def _gave_up(self, error: redis.RedisError | OSError, seconds: float) -> RedisUnavailable:
+    def _say_away(self, error: redis.RedisError) -> None:
+        """At first, where the reason is another one, and now and then."""
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = self._say_at = now
+            self._said.clear()
+        if now < self._say_at and type(error) in self._said:
+            return
+        self._said.add(type(error))
+        self._say_at = now + _SAY_SECONDS
+        seconds = now - self._away_since
+        log.warning(
+            "Redis at %s is away since %s (%.0f s): %s; trying again %s",
+            redact(self.url),
+            time.strftime("%H:%M:%S", time.localtime(time.time() - seconds)),
+            seconds,
+            words(error),
+            "until it is back" if math.isinf(self.patience) else f"for up to {self.patience:g} s",
+        )
+
+    def _answered(self) -> None:
+        self._known = True
+        if self._away_since is not None:
+            seconds = time.monotonic() - self._away_since
+            self._away_since = None
+            log.warning("Redis at %s is back after %.1f s", redact(self.url), seconds)
+
+    def _gave_up(self, error: redis.RedisError, seconds: float) -> RedisUnavailable:
+        never = "" if self._known else ", and that the URL is rediss:// where the port speaks TLS"
         return RedisUnavailable(
-            f"Redis at {redact(self.url)} did not answer for {seconds:.1f} s: {error}"
+            f"Redis at {redact(self.url)} did not answer for {seconds:.1f} s: {words(error)}; "
+            f"see that it runs and can be reached from here{never}"
         )
 
 
@@ -177,7 +186,8 @@ class Queue(_Queue):
         limits: Mapping[str, int] | None = None,
         patience: float = 60.0,
     ) -> None:
-        """`patience`: seconds that a call waits for a Redis that is away."""
+        """`patience`: seconds that a call waits for a Redis that is away; one that accepts and
+        never answers is noticed when the socket times out, after up to 10 s more."""
         super().__init__(url, queue, limits)
         self.patience = patience
         self.redis = connect(url, self._connected)
@@ -196,7 +206,7 @@ class Queue(_Queue):
         self._took(self.retrying(lambda: self._run([self._configure()]))[0])
 
     def close(self) -> None:
-        self.redis.close()
+        close(self.redis)
 
     def call(self, name: str, items: Sequence[Sequence[Argument]] = (), **scalars: Argument) -> Any:
         """Run one script; a lost reply is asked for again."""
@@ -221,9 +231,11 @@ class Queue(_Queue):
             try:
                 if missing:
                     self._took(self._run([self._configure()])[0])
-                return attempt()
+                result = attempt()
+                self._answered()
+                return result
             except redis.RedisError as error:
-                missing = _missing_queue(error)
+                missing = missing_queue(error)
                 failures += not missing
                 pause = self._pause(error, started, failures)
             if not missing:
@@ -263,7 +275,7 @@ class AsyncQueue(_Queue):
         self._took((await self.retrying(lambda: self._run([self._configure()])))[0])
 
     async def close(self) -> None:
-        await self.redis.aclose()
+        await close_async(self.redis)
 
     async def call(
         self, name: str, items: Sequence[Sequence[Argument]] = (), **scalars: Argument
@@ -285,9 +297,11 @@ class AsyncQueue(_Queue):
             try:
                 if missing:
                     self._took((await self._run([self._configure()]))[0])
-                return await attempt()
+                result = await attempt()
+                self._answered()
+                return result
             except redis.RedisError as error:
-                missing = _missing_queue(error)
+                missing = missing_queue(error)
                 failures += not missing
                 pause = self._pause(error, started, failures)
             if not missing:
@@ -316,7 +330,7 @@ def _first_error(replies: Iterable[Any]) -> list[Any]:
     replies = list(replies)
     for reply in replies:
         if isinstance(reply, redis.ResponseError):
-            raise _refusal(reply) or reply
+            raise refusal(reply) or reply
         if isinstance(reply, Exception):
             raise reply
     return replies

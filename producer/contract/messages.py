@@ -29,6 +29,9 @@ Messages = list[dict[str, Any]]
 #: `max_tokens` of a job that set none: as many as the model's length allows
 UNBOUNDED = 2**31 - 1
 
+#: characters of a refusal that quotes what was refused
+MAX_REASON = 1000
+
 #: the engine's `logprobs_mode` unless a chunk says otherwise
 LOGPROBS_MODE = "processed_logprobs"
 
@@ -109,10 +112,18 @@ def read_job(payload: bytes, what: str) -> tuple[str | Messages | None, Sampling
     if not (
         isinstance(prompt, str | list | None)
         and isinstance(params, dict)
+        and not any(isinstance(value, np.ndarray) for value in params.values())
         and isinstance(metadata, bytes)
     ):
         raise InvalidPayload(f"job of {what} has fields of a wrong type")
-    return prompt, SamplingParams.from_wire(params), codec.unpack(metadata, f"metadata of {what}")
+    try:
+        sampling = SamplingParams.from_wire(params)
+    except RecursionError:
+        raise InvalidPayload(f"job of {what} is nested too deeply") from None
+    except InvalidSample as error:
+        # It quotes what it found, which may be as long as a payload.
+        raise InvalidSample(str(error)[:MAX_REASON]) from None
+    return prompt, sampling, codec.unpack(metadata, f"metadata of {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +143,17 @@ class Claim:
 
     @classmethod
     def from_wire(cls, h: list[Any]) -> Claim:
-        return cls(
-            h[0].decode(), h[1].decode(), h[2].decode(), int(h[3]), int(h[4]), int(h[5]),
-            int(h[6]), int(h[7]), h[8], h[9],
-        )  # fmt: skip
+        """Raises InvalidPayload where a field of the sample is not what the scripts write."""
+        try:
+            if not (isinstance(h[8], bytes) and isinstance(h[9], bytes)):
+                raise TypeError
+            return cls(
+                h[0].decode(), h[1].decode(), h[2].decode(), int(h[3]), int(h[4]), int(h[5]),
+                int(h[6]), int(h[7]), h[8], h[9],
+            )  # fmt: skip
+        except (ValueError, TypeError, AttributeError, IndexError):
+            name = repr(h[0] if h else None)[:200]
+            raise InvalidPayload(f"the fields of sample {name} are not a claim's") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,7 @@ class DemoConfig:
     steps: int = 100
     workers: int = 2
     engine: Literal["vllm", "sim"] = "vllm"
-    redis_url: str | None = None
+    redis_url: str | None = field(default=None, repr=False)  # it may hold a password
     model: Path | None = None
     lr: float = 5e-3
     seed: int = 0

@@ -66,7 +66,7 @@ def run(config: DemoConfig, console: Console) -> Report:
 @contextlib.contextmanager
 def _own(directory: Path) -> Iterator[None]:
     """Hold the run directory, emptied of what an earlier run left."""
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

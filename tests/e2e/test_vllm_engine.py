@@ -7,6 +7,7 @@ takes a faulty load and loses its core, one that cannot start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -23,6 +24,8 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from producer.contract.errors import EngineDead, EngineError, InvalidSample, WeightLoadError
 from tests.engine_contract import *  # noqa: F403 - its tests
@@ -40,6 +43,7 @@ from tests.engine_contract import (
     start,
     text_of,
 )
+from tests.fuzz import search
 from tests.tiny import VOCAB, make_llama
 from tests.waiting import async_wait_until
 from workers.engines.vllm import VllmEngine, engine_args_from_cli
@@ -294,6 +298,35 @@ def test_a_faulty_file_is_refused_by_name(
 
     with pytest.raises(ValueError, match=r"model-0000\d-of-0000\d.safetensors"):
         tensor_shapes(safetensors_files(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": [1]}}', "[" * 100_000]
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    from workers.engines.vllm_weights import safetensors_files
+
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+
+    with pytest.raises(ValueError):
+        safetensors_files(tmp_path)
+
+
+@search(100)
+@given(st.binary(max_size=300), st.integers(0, 2**64 - 1) | st.none())
+def test_a_file_with_any_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, header: bytes, length: int | None
+) -> None:
+    """Whatever length it claims, and whatever it says of its tensors."""
+    from workers.engines.vllm_weights import tensor_shapes
+
+    file = tmp_path_factory.getbasetemp() / "any.safetensors"
+    claimed = len(header) if length is None else length
+    for text in (header, b'{"t":' + header + b"}"):
+        file.write_bytes(claimed.to_bytes(8, "little") + text)
+        with contextlib.suppress(ValueError):
+            tensor_shapes([file])
 
 
 def test_tied_embeddings_may_come_with_the_head_or_without(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 
+from producer.contract import url
 from producer.contract.connection import AsyncQueue, Queue
 from producer.contract.errors import QueueUnusable, RedisUnavailable
 from producer.contract.scripts import SCRIPTS
@@ -89,6 +92,41 @@ async def test_patience_ends(own_server: EmbeddedServer) -> None:
     with pytest.raises(RedisUnavailable, match=r"redis\.sock did not answer for"):
         queue.open()
     queue.close()
+
+
+@pytest.mark.parametrize("form", ["redis://{}", "rediss://{}", "redis+sentinel://{}/main"])
+async def test_who_accepts_and_never_answers_is_named(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Redis, one before its TLS handshake, and a sentinel."""
+    monkeypatch.setattr(url, "SOCKET_TIMEOUT", 0.3)
+    monkeypatch.setattr(url, "CONNECT_TIMEOUT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        where = form.format(f"127.0.0.1:{mute.getsockname()[1]}")
+        queue, twin = Queue(where, "q", patience=0.0), AsyncQueue(where, "q", patience=0.0)
+        with pytest.raises(RedisUnavailable, match=f"{re.escape(where)} did not answer for"):
+            await asyncio.to_thread(queue.open)
+        with pytest.raises(RedisUnavailable, match=f"{re.escape(where)} did not answer for"):
+            await twin.open()
+        queue.close()
+        await twin.close()
+
+
+async def test_what_is_no_redis_is_refused() -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(page, "127.0.0.1") as server:
+        where = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        queue, twin = Queue(where, "q", patience=5.0), AsyncQueue(where, "q", patience=5.0)
+        with pytest.raises(QueueUnusable, match="is this the port of a Redis"):
+            await asyncio.to_thread(queue.open)
+        with pytest.raises(QueueUnusable, match="is this the port of a Redis"):
+            await twin.open()
+        queue.close()
+        await twin.close()
 
 
 def test_setting_up_a_queue_again_survives_a_lost_reply(driver: Driver, tmp_path: Path) -> None:

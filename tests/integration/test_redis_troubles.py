@@ -1,4 +1,5 @@
-"""Redis away, back with an older state, full, read-only, or asking for another password.
+"""Redis away, mute, loading, back with an older state, full, read-only, a replica without its
+master, or asking for another password.
 
 Nobody loses a sample, nobody is blamed for a crash, and every group is delivered once.
 """
@@ -15,10 +16,14 @@ from pathlib import Path
 import pytest
 import redis
 
+from producer.contract import url
 from producer.contract.connection import AsyncQueue
+from producer.contract.errors import RedisUnavailable
 from producer.contract.keys import QueueKeys
+from producer.contract.scripts import SCRIPTS
 from producer.contract.url import PASSWORD_FILE
 from producer.server import EmbeddedServer, Prefer, start_embedded
+from tests.chaos.proxy import Proxy
 from tests.integration.pool import Pool
 from tests.integration.stepper import StepEngine
 from tests.waiting import async_wait_until
@@ -128,20 +133,153 @@ async def test_a_flushed_queue_is_set_up_and_filled_again(
     assert len(caplog.records) / max(1.0, seconds) < 10
 
 
-async def test_a_read_only_redis_is_waited_for(pool: Pool, admin: redis.Redis) -> None:
-    """Case 32, as in a failover: the master became a replica, and then a master again."""
+@pytest.mark.parametrize("stale", ["yes", "no"], ids=["READONLY", "MASTERDOWN"])
+async def test_a_replica_is_waited_for_until_it_is_a_master(
+    pool: Pool, admin: redis.Redis, stale: str
+) -> None:
+    """Case 32, as in a failover: the master became a replica, which may not even be read.
+
+    A master that becomes one breaks off every blocked read with an error of its own.
+    """
     engine = StepEngine(lambda r: 3)
-    await pool.start(engine, name="a")
+    worker = await pool.start(engine, name="a")
     pool.submit()
     await pool.made(3)
+    admin.config_set("replica-serve-stale-data", stale)
     admin.execute_command("REPLICAOF", "127.0.0.1", "1")
     engine.allow(5)
     await async_wait_until(lambda: engine.ended, "the engine is through")
+    await async_wait_until(lambda: refusals(admin) > 3, "the worker was refused")
     admin.execute_command("REPLICAOF", "NO", "ONE")
 
     rollout = await pool.one()
 
     assert (len(rollout.response_ids), rollout.attempts, rollout.crashes) == (8, 1, 0)
+    assert worker.state.failure is None
+    assert not worker.task.done()
+
+
+def refusals(admin: redis.Redis) -> int:
+    """How often a replica refused a write, or for want of its master anything."""
+    errors = admin.info("errorstats")
+    return sum(errors.get(f"errorstat_{e}", {}).get("count", 0) for e in ("READONLY", "MASTERDOWN"))
+
+
+async def test_a_redis_that_still_loads_is_waited_for(
+    pool: Pool, server: EmbeddedServer, admin: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed, it reads its file for a while; to whoever asks it says LOADING."""
+    engine = StepEngine(lambda r: 3)
+    worker = await pool.start(engine, name="a")
+    pool.submit()
+    await pool.made(3)
+    admin.mset({f"other:{i}": "x" * 100 for i in range(2000)})
+    admin.bgrewriteaof()
+    await async_wait_until(
+        lambda: not admin.info("persistence")["aof_rewrite_in_progress"], "the file is rewritten"
+    )
+    server.kill()
+    engine.allow(5)
+    # Microseconds a key, and a look at the clients every so many bytes.
+    slow = {"key-load-delay": "1000", "loading-process-events-interval-bytes": "1024"}
+    server._config |= slow
+
+    with caplog.at_level(logging.WARNING):
+        starting = asyncio.create_task(asyncio.to_thread(server.start))
+        await async_wait_until(lambda: "loading" in caplog.text, "somebody was told")
+        assert not starting.done()
+        rollout = await pool.one()
+    await starting
+
+    assert (len(rollout.response_ids), rollout.attempts, rollout.crashes) == (8, 1, 0)
+    assert worker.state.failure is None
+
+
+# the way to it
+
+
+@pytest.fixture
+def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+    """Links named `trainer` and `worker` in front of the server."""
+    proxy = Proxy(server.url.removeprefix("unix://"))
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+async def far_pool(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pool]:
+    """A pool that reaches its server by TCP, through the proxy, and soon finds it mute."""
+    monkeypatch.setattr(url, "SOCKET_TIMEOUT", 3.0)  # a BLOCK is 2 s
+    (tmp_path / "far").mkdir()
+    pool = Pool(
+        f"redis://127.0.0.1:{proxy.port('trainer')}", tmp_path / "far", {"lease_ms": 20_000}
+    )
+    pool.url = f"redis://127.0.0.1:{proxy.port('worker')}"
+    yield pool
+    await pool.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+async def test_a_reset_in_the_middle_of_a_reply_costs_nothing(
+    far_pool: Pool, proxy: Proxy, share: float
+) -> None:
+    """In the middle of a claim's, a checkpoint's, a finish's, of a batch's and of an ack's."""
+    engine = StepEngine(lambda r: 3)
+    worker = await far_pool.start(engine, name="a")
+    proxy.drop_reply("worker", SCRIPTS["claim"].sha.encode(), share)
+    far_pool.submit(4)
+    await far_pool.made(3, "g0/0", "g1/0", "g2/0", "g3/0")
+    proxy.drop_reply("worker", SCRIPTS["checkpoint"].sha.encode(), share)
+    engine.allow(2)
+    await far_pool.made(5, "g0/0", "g1/0", "g2/0", "g3/0")
+    proxy.drop_reply("worker", SCRIPTS["finish"].sha.encode(), share)
+    proxy.drop_reply("trainer", b"LRANGE", share)
+    engine.allow(3)
+    batch = await far_pool.batch(4)
+    proxy.drop_reply("trainer", SCRIPTS["ack"].sha.encode(), share)
+    acked = await asyncio.to_thread(batch.ack)
+
+    assert acked in (0, 4), "a lost reply is asked for again, and then they are gone"
+    assert sorted(g.id for g in batch) == ["g0", "g1", "g2", "g3"]
+    rollouts = [r for g in batch for r in g.rollouts]
+    assert {(len(r.response_ids), r.attempts, r.crashes) for r in rollouts} == {(8, 1, 0)}
+    assert len(await far_pool.batch(1)) == 0
+    assert worker.state.failure is None
+
+
+async def test_a_redis_that_never_answers_is_waited_for_and_named(
+    far_pool: Pool, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It accepts every connection; the worker generates meanwhile, and both say what is wrong."""
+    engine = StepEngine(lambda r: 3)
+    worker = await far_pool.start(engine, name="a")
+    far_pool.submit()
+    await far_pool.made(3)
+    with caplog.at_level(logging.WARNING, "rollq"):
+        for link in ("trainer", "worker"):
+            proxy.hold(link, 4.0)
+        engine.allow(5)
+        await far_pool.in_engine(engine, 0)
+        rollout = await far_pool.one()
+
+    assert (len(rollout.response_ids), rollout.attempts, rollout.crashes) == (8, 1, 0)
+    for link, how_long in (("trainer", "for up to 5 s"), ("worker", "until it is back")):
+        where = f"Redis at redis://127.0.0.1:{proxy.port(link)}"
+        said = [r.getMessage() for r in caplog.records if where in r.getMessage()]
+        assert any("is away since" in m and m.endswith(how_long) for m in said), said
+        assert any("is back after" in m for m in said), said
+    assert worker.state.failure is None
+
+
+async def test_a_trainers_patience_with_a_mute_redis_ends(far_pool: Pool, proxy: Proxy) -> None:
+    proxy.hold("trainer", 20.0)
+    with pytest.raises(
+        RedisUnavailable,
+        match=rf"127\.0\.0\.1:{proxy.port('trainer')} did not answer for .*can be reached",
+    ):
+        await asyncio.to_thread(far_pool.client.status)
 
 
 async def test_a_rotated_password_is_taken_up(

@@ -157,6 +157,25 @@ async def test_a_path_outside_the_weights_directory_is_not_read(pool: Pool, driv
     assert engine.loads == []
 
 
+async def test_files_that_are_not_those_that_were_published_are_not_loaded(
+    pool: Pool, driver: Driver
+) -> None:
+    """Each fits its manifest, but somebody put other weights in their place."""
+    path, digest = pool.write()
+    other, _ = pool.write()
+    shutil.rmtree(pool.weights_dir / path)
+    shutil.copytree(pool.weights_dir / other, pool.weights_dir / path)
+    engine = StepEngine()
+    worker = await pool.start(engine)
+
+    publication = {"path": path, "digest": digest, "step": 0, "policy": "requeue"}
+    driver.queue.call("publish", request="r", deadline_ms=0, force=0, floor=0, **publication)
+    await async_wait_until(lambda: worker.state.last_error, "it looked at it")
+
+    assert f"published was {digest}" in worker.state.last_error
+    assert engine.loads == []
+
+
 # loads
 
 

@@ -206,7 +206,7 @@ print(peak, resource.getrusage(resource.RUSAGE_SELF).ru_utime)
     )
 
     kilobytes, seconds = map(float, done.stdout.split())
-    assert kilobytes < 700_000
+    assert kilobytes < 200_000
     assert seconds < 10
 
 

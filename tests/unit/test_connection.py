@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ssl
+
 import pytest
 import redis
 
-from producer.contract.connection import Queue, passing, split
+from producer.contract.connection import Queue, split
 from producer.contract.errors import InvalidSample
 from producer.contract.scripts import Argument
+from producer.contract.troubles import passing
 from producer.contract.url import redact
 
 Items = list[tuple[Argument, ...]]
+
+#: where Redis 6.2 puts an error that a command of a script met
+OF_REDIS_6 = "Error running script (call to f_0a): @user_script:54: @user_script: 54: {}"
 
 
 def pieces(items: Items) -> list[int]:
@@ -42,6 +48,16 @@ def test_a_call_carries_about_four_megabytes() -> None:
         (redis.OutOfMemoryError("command not allowed"), True),
         (redis.ResponseError("CLUSTERDOWN The cluster is down"), True),
         (redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'"), True),
+        (redis.ResponseError("UNBLOCKED force unblock from blocking operation"), True),
+        (redis.ResponseError("MISCONF Redis is configured to save RDB snapshots"), True),
+        (redis.ResponseError("NOREPLICAS Not enough good replicas to write."), True),
+        (redis.ResponseError("BUSY Redis is busy running a script."), True),
+        (redis.ResponseError("BUSYGROUP Consumer Group name already exists"), False),
+        (redis.exceptions.MasterDownError("Link with MASTER is down"), True),
+        (redis.ResponseError(OF_REDIS_6.format("-READONLY You can't write")), True),
+        (redis.ResponseError(OF_REDIS_6.format("-OOM command not allowed")), True),
+        (redis.ResponseError(OF_REDIS_6.format("WRONGTYPE Operation")), False),
+        (redis.InvalidResponse("Protocol Error"), False),
         (redis.AuthenticationError("WRONGPASS"), False),
         (redis.exceptions.NoPermissionError("no permissions"), False),
         (redis.ResponseError("WRONGTYPE Operation against a key"), False),
@@ -55,9 +71,29 @@ def test_only_errors_that_pass_by_themselves_are_waited_for(
     assert passing(error, known=False) is passes
 
 
-def test_a_refused_password_passes_once_it_was_accepted() -> None:
-    """Then it is being rotated."""
-    assert passing(redis.AuthenticationError("WRONGPASS"), known=True)
+def refused_by_tls(reason: type[ssl.SSLError]) -> redis.ConnectionError:
+    error = redis.ConnectionError("Error 1 connecting to host:6379.")
+    error.__context__ = reason(1, "[SSL] reason")
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis.AuthenticationError("WRONGPASS"),
+        redis.InvalidResponse("Protocol Error"),
+        refused_by_tls(ssl.SSLCertVerificationError),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_what_is_refused_passes_once_it_was_accepted(error: redis.RedisError) -> None:
+    """Then the password or certificate is being rotated, or something is on the way."""
+    assert not passing(error, known=False)
+    assert passing(error, known=True)
+
+
+def test_a_handshake_that_was_cut_is_no_refusal() -> None:
+    assert passing(refused_by_tls(ssl.SSLEOFError), known=False)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,12 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str, says: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors", "a.bin", "..", ""]
+    "name",
+    [
+        *("../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors", "./a.safetensors"),
+        *("a.bin", "a.safetensors.pkl", "..", "", "a\0.safetensors", "a\n.safetensors"),
+        "\ud800.safetensors",
+    ],
 )
 def test_a_manifest_names_only_weights_beside_it(tmp_path: Path, name: str) -> None:
     files = {name: {"bytes": 1, "digest": "0" * 32}}
@@ -93,6 +99,37 @@ def test_a_manifest_names_only_weights_beside_it(tmp_path: Path, name: str) -> N
 
     with pytest.raises(WeightsError, match="only safetensors files beside it count"):
         Manifest.read(tmp_path)
+
+
+def test_what_was_published_is_there_and_nothing_beside_it(weights: Path) -> None:
+    manifest = Manifest.read(weights)
+    manifest.expect(manifest.digest, weights)
+
+    with pytest.raises(WeightsError, match="published was 0000"):
+        manifest.expect("0" * 32, weights)
+    (weights / "c.safetensors").touch()
+    with pytest.raises(WeightsError, match=r"c\.safetensors', which its manifest does not name"):
+        manifest.expect(manifest.digest, weights)
+
+
+def spoil(file: Path, kind: str) -> None:
+    file.rename(file.with_name("elsewhere"))
+    if kind == "link":
+        file.symlink_to(file.with_name("elsewhere"))
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+@pytest.mark.parametrize("name", ["a.safetensors", MANIFEST])
+def test_only_files_of_their_own_are_read(weights: Path, name: str, kind: str) -> None:
+    """Through a link a publication could lead out of the root, and a pipe has no end."""
+    spoil(weights / name, kind)
+
+    with pytest.raises(WeightsError, match=f"{name} is a link or a special file"):
+        Manifest.read(weights).verify(weights)
 
 
 def test_no_manifest_yet_is_said(tmp_path: Path) -> None:
@@ -113,9 +150,10 @@ def test_a_path_below_the_root_is_taken(tmp_path: Path, path: str) -> None:
     assert confined(tmp_path, path) == (tmp_path / path).resolve()
 
 
-@pytest.mark.parametrize("path", ["..", "../x", "a/../../x", "/etc"])
+@pytest.mark.parametrize("path", ["..", "../x", "a/../../x", "/etc", "loop/x", "a\0b", "\ud800"])
 def test_a_path_that_leaves_the_root_is_refused(tmp_path: Path, path: str) -> None:
-    with pytest.raises(WeightsError, match="leaves the weights directory"):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(WeightsError, match=r"leaves the weights directory|cannot be read"):
         confined(tmp_path, path)
 
 

@@ -85,12 +85,15 @@ def safetensors_files(directory: Path) -> list[Path]:
     """The files of a checkpoint: those its index names, else all.
 
     Raises:
-        ValueError: there are none, or the index names one that is not there.
+        ValueError: there are none, or the index is none or names one that is not there.
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        files = sorted(directory / Path(name).name for name in names)
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            files = sorted(directory / Path(name).name for name in names)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{index} is not an index of files: {error!r}") from error
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"{directory} lacks {_few(missing)} of its index")
