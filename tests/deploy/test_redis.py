@@ -14,7 +14,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from producer import QueueUnusable, SamplingParams
-from producer.contract import url
 from producer.contract.connection import Queue
 from producer.contract.url import PASSWORD_FILE
 from producer.server import Prefer, find_server, start_embedded
@@ -76,10 +75,6 @@ def test_the_server_keeps_what_it_has_and_lets_in_who_has_a_password(
         nobody.ping()
 
 
-@pytest.mark.xfail(
-    not hasattr(url, "SENTINEL_PASSWORD_FILE"),
-    reason="this version of url.py refuses a user in the URL beside a password file",
-)
 @pytest.mark.parametrize("role", ["worker", "trainer"])
 def test_the_files_of_passwords_open_the_queue(
     configured: str, deploy: Path, monkeypatch: pytest.MonkeyPatch, role: str
