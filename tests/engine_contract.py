@@ -419,7 +419,7 @@ async def test_greedy_interrupted_equals_uninterrupted(bench: Bench) -> None:
 
 
 async def test_no_cached_prefix_survives_a_load(bench: Bench) -> None:
-    """Also while another request was running all the time."""
+    """Case 20: also while another request was running all the time."""
     prompt = [(7 * i) % 50 + 5 for i in range(200)]
     before = await run(bench.engine, request(prompt, ignore_eos=True, max_tokens=20))
     other, other_made = await start(bench.engine, long_request([31, 32], tokens=200))

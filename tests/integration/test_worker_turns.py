@@ -146,7 +146,7 @@ async def test_the_next_one_stops_only_when_the_first_one_generates_again(
     await pool.in_engine(mine[first], 1)
 
     assert (other.state.phase, driver.redis.hlen(driver.keys["turns"])) == ("serving", 2)
-    mine[other].plan = lambda r: None
+    mine[first].plan = mine[other].plan = lambda r: None
     mine[other].load_gate.set()
     mine[first].allow(5)
     await pool.serving(1, other)
@@ -218,6 +218,7 @@ async def test_one_that_has_nothing_to_do_waits_for_nobody(pool: Pool, driver: D
     await pool.serving(1, other)
 
     assert mine[first].live, "which still holds its turn"
+    mine[first].plan = lambda r: None
     mine[first].allow(5)
     await pool.groups(2)
 
@@ -298,7 +299,7 @@ async def test_the_publisher_does_not_wait_for_one_that_leaves(pool: Pool, drive
     worker = await pool.start(StepEngine(), name="a")
     await all_say_that_they_serve(pool)
     driver.send(heartbeat("idle"))
-    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all", timeout=20))
+    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all", timeout=10))
     await async_wait_until(lambda: worker.state.version == 1, "a serves it")
     assert not publishing.done()
 
