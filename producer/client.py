@@ -203,14 +203,22 @@ class RolloutClient:
         block_ms = min(_BLOCK_MS, int(self._queue.config["lease_ms"]) // 5)
         taken: list[Entry] = []
         say_at = time.monotonic() + _SAY_SECONDS
-        while len(taken) < groups:
+        ended = False
+        while True:
+            if ended or len(taken) >= groups:
+                found = self._inbox.fetch(taken)
+                if len(found) == len(taken):
+                    return Batch(found, self.ack)
+                taken = [e for e in taken if e[1] in self._inbox]
+                ended = False
             self._tend()
             drained = not self._inbox.behind and not follow and self._drained()
             more = self._inbox.read(groups - len(taken), 0 if drained else block_ms)
             taken += more
             if drained and not more and not self._inbox.behind and not self._outbox.offer_again():
                 self._say_if_others_hold()
-                break
+                ended = True
+                continue
             if time.monotonic() >= say_at:
                 log.warning("waiting for %d groups: %s", groups, self._waiting_for())
                 say_at = time.monotonic() + _SAY_SECONDS
@@ -220,7 +228,6 @@ class RolloutClient:
                     f"{len(taken)} of {groups} groups closed within {timeout:.0f} s; "
                     f"{self._waiting_for()}"
                 )
-        return Batch(self._inbox.fetch(taken), self.ack)
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete delivered groups; returns how many were still this consumer's to take."""
