@@ -62,6 +62,9 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._in_hand)
 
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._in_hand
+
     @property
     def behind(self) -> bool:
         """Whether the next read looks at what is pending, not at what is new."""
@@ -164,20 +167,25 @@ class Inbox:
         self._behind = True
 
     def fetch(self, entries: Sequence[Entry]) -> tuple[RolloutGroup, ...]:
-        """The groups behind entries, in their order."""
+        """The groups behind entries, in their order, as far as they are there and closed.
+
+        One that is not was taken meanwhile, or Redis came back from before it had closed: it is
+        not in hand any more, and comes again when it has.
+        """
         groups = []
         for piece in _pieces(entries, 32):
             commands = [group_commands(self._queue.keys, g, size) for _, g, size in piece]
             replies = iter(read_all(self._queue, [c for cs in commands for c in cs]))
             for (entry, group_id, _), own in zip(piece, commands, strict=True):
                 answer = list(itertools.islice(replies, len(own)))
-                if answer[0]:
-                    self._digests[group_id] = answer[0][b"digest"]
+                fields: dict[bytes, bytes] = answer[0]
+                if fields and fields[b"ended"] == fields[b"size"] and all(answer[1::2]):
+                    self._digests[group_id] = fields[b"digest"]
                     groups.append(build_group(entry, group_id, answer))
-                else:
-                    # Already taken and deleted: the entry alone came again.
+                    continue
+                self._in_hand.pop(group_id, None)
+                if not fields:
                     self._ack([(entry, group_id)])
-                    self._in_hand.pop(group_id, None)
         return tuple(groups)
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:

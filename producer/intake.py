@@ -75,18 +75,25 @@ class Intake:
         taken: list[Entry] = []
         least = least or most
         watch = _Watch(f"{least} groups", least, timeout, self._waiting_for)
+        ended = False
         try:
-            while len(taken) < least:
+            while True:
+                if ended or len(taken) >= least:
+                    groups, version = self._inbox.fetch(taken), self.version()
+                    if len(groups) == len(taken):
+                        taken = []
+                        return groups, version
+                    # Some went back into the making with a Redis that lost its last second.
+                    taken = [e for e in taken if e[1] in self._inbox]
+                    ended = False
                 more, drained = self._read(most - len(taken), self._free, not follow)
                 taken += more
                 if drained and not more and not self._outbox.offer_again():
                     self._say_if_others_hold()
-                    break
+                    ended = True
+                    continue
                 watch.check(len(taken))
                 yield Wait()
-            groups, version = self._inbox.fetch(taken), self.version()
-            taken = []
-            return groups, version
         finally:
             self._put_back(taken)
 
@@ -118,7 +125,14 @@ class Intake:
         taken: dict[str, Entry] = {}
         watch = _Watch(f"{len(wanted)} groups", len(wanted), timeout, self._waiting_for)
         try:
-            while len(taken) < len(wanted):
+            while True:
+                if len(taken) == len(wanted):
+                    by_id = {g.id: g for g in self._inbox.fetch(list(taken.values()))}
+                    version = self.version()
+                    if len(by_id) == len(wanted):
+                        taken = {}
+                        return tuple(by_id[g] for g in ids), version
+                    taken = {g: entry for g, entry in taken.items() if g in self._inbox}
                 more, drained = self._read(_MOST, wanted.__contains__, True)
                 taken |= {entry[1]: entry for entry in more}
                 report(len(taken))
@@ -126,11 +140,6 @@ class Intake:
                     self._check_coming([g for g in ids if g not in taken], drained)
                 watch.check(len(taken))
                 yield Wait()
-            groups = self._inbox.fetch([taken[g] for g in dict.fromkeys(ids)])
-            version = self.version()
-            taken = {}
-            by_id = {g.id: g for g in groups}
-            return tuple(by_id[g] for g in ids if g in by_id), version
         finally:
             self._put_back(taken.values())
 

@@ -21,7 +21,7 @@ from tests.chaos.work import CHECKPOINT, FAIL_VERSIONS, QUEUE, TRAINERS, Work
 
 #: counters of the ways in which a sample ends
 ENDS = ("finished", "failed", "cancelled", "stale", "dead", "restated")
-MOST_UNSTORED = 2 * CHECKPOINT
+MOST_UNSTORED = 3 * CHECKPOINT
 
 
 @dataclass(slots=True)
@@ -345,8 +345,8 @@ class Auditor:
         )
 
     def _unstored(self) -> Verdict:
-        """What a kill costs a sample: less than a checkpoint that is being filled, the one that
-        is on its way, and the engine's next token."""
+        """What a kill costs a sample: what the engine has not given out yet, the checkpoint that
+        is on its way, and what is made in the meantime: long where the machine is busy."""
         kills = self._evidence.unstored
         each = sorted(n for kill in kills for n in kill.values())
         return Verdict(

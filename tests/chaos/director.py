@@ -138,6 +138,7 @@ class Director:
         )
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._restated = 0
+        self._reaped_at = 0.0
         self._watched: list[Recovery] = []
         self._troubled_until: dict[str, float] = {}  # link -> monotonic
         self._look_at = 0.0
@@ -373,6 +374,11 @@ class Director:
     def _watch_recoveries(self, now: float) -> None:
         """A sample is taken back when it is not leased under the old token any more, and taken
         over when it is leased anew or has ended."""
+        reaped = self._asked(lambda: self.redis.hget(self._keys["config"], "last_reap"))
+        at = int(cast(bytes, reaped or 0)) / 1000
+        if at - self._reaped_at > LEASE / 2:
+            self._void()  # nobody reaped for half a lease, so all leases were dated anew
+        self._reaped_at = at
         for watch in list(self._watched):
             if watch.counts and now - watch.killed_at > _COUNT_AFTER:
                 watch.counts = False
@@ -397,7 +403,7 @@ class Director:
                 self.evidence.unstored += [watch.unstored] if watch.unstored else []
 
     def _void(self) -> None:
-        """After an outage leases are dated anew: how long a recovery took says nothing."""
+        """Leases are dated anew after an outage: how long a recovery took says nothing."""
         self.evidence.void += len(self._watched)
         self.evidence.unstored += [w.unstored for w in self._watched if w.unstored]
         self._watched.clear()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from producer import RolloutClient
+from producer import RolloutClient, RolloutGroup
 from producer.contract.errors import ResultsTimeout
 from producer.contract.messages import Claim
-from producer.inbox import SETTLE_SECONDS
+from producer.inbox import SETTLE_SECONDS, Entry
 from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.integration import contract
 from tests.integration.contract import Driver, job
@@ -254,6 +254,32 @@ async def test_what_was_made_again_after_an_ack_is_taken_from_its_worker(
     assert len(none) == 0
     status = pool.client.status()
     assert (status.ready, status.leased, status.results) == (0, 0, 0)
+
+
+async def test_a_group_that_is_open_again_is_not_shown_before_it_closes(
+    pool: Pool, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """Redis comes back from before it closed, between the reading of its entry and of itself."""
+    engine = StepEngine(lambda r: 3)
+    await pool.start(engine, name="a")
+    pool.submit(1, n=2)
+    await pool.made(3, "g0/0", "g0/1")
+    before = Snapshot(server, tmp_path / "before")
+    engine.allow(5)
+    await async_wait_until(lambda: pool.client.status().results == 1, "it is closed")
+    fetch = pool.client._inbox.fetch
+
+    def fetch_late(entries: Sequence[Entry]) -> tuple[RolloutGroup, ...]:
+        vars(pool.client._inbox)["fetch"] = fetch
+        engine.plan = lambda r: None
+        before.restore()
+        return fetch(entries)
+
+    vars(pool.client._inbox)["fetch"] = fetch_late
+    (group,) = await pool.groups()
+
+    assert [str(r.state) for r in group.rollouts] == ["finished", "finished"]
+    assert [len(r.response_ids) for r in group.rollouts] == [8, 8]
 
 
 async def test_an_ack_counts_although_redis_forgot_that_it_was_read(
