@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _BATCH = 64
 #: seconds that groups which closed wait for more of them
 _LINGER = 0.5
+#: seconds between words to somebody who waits in vain
+_SAY_SECONDS = 30.0
 
 
 @click.command(context_settings=SETTINGS)
@@ -111,16 +113,19 @@ def _takes(
     """As many groups at a time as close within a moment; none when that passed in vain."""
     left = most
     size = 1
-    waiting_since = time.monotonic()
+    waiting_since = said = time.monotonic()
     while left is None or left > 0:
         want = min(size, limit if left is None else min(left, limit))
         try:
             batch = client.batch(want, timeout=_LINGER, follow=follow)
         except ResultsTimeout as error:
-            waited = time.monotonic() - waiting_since
+            now = time.monotonic()
+            waited, why = now - waiting_since, str(error).partition("; ")[2]
             if size == 1 and timeout is not None and waited > timeout:
-                why = str(error).partition("; ")[2]
                 raise ResultsTimeout(f"no group closed within {timeout:g} s; {why}") from None
+            if not follow and now - max(said, waiting_since) >= _SAY_SECONDS:
+                click.echo(f"waiting: {why}", err=True)
+                said = now
             size = max(1, size // 2)
             yield ()
             continue

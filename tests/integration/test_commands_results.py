@@ -258,6 +258,18 @@ def test_a_reader_that_leaves_is_no_error_to_talk_about(
     assert [g for g, _ in driver.results()] == ["b"], "what nobody read stays"
 
 
+def test_somebody_who_waits_in_vain_is_told_what_for(
+    driver: Driver, rollq: Rollq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.enqueue(job("a"))
+    monkeypatch.setattr("producer.commands.results._SAY_SECONDS", 0.0)
+
+    result = rollq("results", "--timeout", 1)
+
+    assert result.exit_code == 1
+    assert "waiting: 1 samples wait, 0 are with workers, 0 workers live" in result.stderr
+
+
 # refusals
 
 

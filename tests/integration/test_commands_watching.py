@@ -32,7 +32,7 @@ README = (ROOT / "README.md").read_text()
 @dataclass
 class Busy:
     """g0 is closed, g1/0 has 3 tokens of version 1 and is with worker a, g2 and g3 wait, g9/0 is
-    dead; version 2 is published, and the worker did not take it yet."""
+    dead, and the trainer took its group and did not ack it."""
 
     pool: Pool
     driver: Driver
@@ -45,6 +45,7 @@ async def busy(open_pool: Callable[..., Pool], driver: Driver) -> Busy:
     driver.enqueue(job("g9"))
     for _ in range(3):
         driver.crash(*driver.claim())
+    driver.read(consumer="0")
     engine = StepEngine(lambda r: 3 if sample_of(r.request_id) == "g1/0" else None)
     worker = await pool.start(engine, name="a", max_samples=1)
     await pool.update(worker)

@@ -181,7 +181,6 @@ def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("producer.commands.common.read_status", interrupted)
     monkeypatch.setattr("producer.commands.status.read_status", interrupted)
 
     result = CliRunner().invoke(producer.cli.main, ["status", "--redis", "unix:///nowhere"])
