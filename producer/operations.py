@@ -84,8 +84,6 @@ class Operations:
     ) -> Steps[Batch]:
         """The batch is not acked yet."""
         jobs = list(_jobs(prompts, sampling_params, **options))
-        if not jobs:
-            return Batch((), self._intake.version(), self.ack)
         self._tend()
         with reporting(progress, "generated", len(jobs)) as report:
             args = (self._outbox, self._intake, jobs, self._intake.room(), timeout, report)
