@@ -34,7 +34,7 @@ JOB = Job(
     SamplingParams(n=2, stop=("###",), seed=7),
     prompt=[{"role": "user", "content": "héllo"}],
     metadata={"answer": [1, 2.5, None, b"x"]},
-).to_item()[8]
+).to_item()[-2]
 CHUNK = Chunk(1, "w", 1, np.arange(5, dtype=np.int32), np.zeros(5, np.float32)).to_wire()
 MANIFEST_TEXT = json.dumps(
     {"format": 1, "files": {"a.safetensors": {"bytes": 3, "digest": "0" * 32}}}
