@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-import producer.client
+import producer.publish
 from producer import Batch, RolloutClient, RolloutGroup
 from producer.contract.errors import QueueFull, ResultsTimeout
 from producer.contract.manifest import MANIFEST
@@ -181,7 +181,7 @@ class Trainer:
         files = self._directory / f"files-{publication.number}"
         files.mkdir(exist_ok=True)
         (files / "model.safetensors").write_bytes(b"weights %d " % publication.number * 99)
-        vars(producer.client)["write_checkpoint"] = _sabotaging(publication)
+        vars(producer.publish)["write_checkpoint"] = _sabotaging(publication)
         version = self._client.publish_weights(
             files,
             step=publication.number,

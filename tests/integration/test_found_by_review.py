@@ -14,7 +14,7 @@ from producer import IdConflict, InvalidSample, QueueUnusable, RolloutClient, Sa
 from producer.contract.errors import WeightsError
 from tests.integration.pool import Pool
 from tests.integration.stepper import StepEngine, attempts
-from tests.waiting import async_wait_until
+from tests.waiting import async_wait_until, wait_until
 from workers.settings import WorkerSettings
 
 
@@ -56,10 +56,11 @@ def test_a_conflict_forgets_none_of_the_groups_beside_it(
         pool.client.submit([[1], [2], [3]], ids=["a", "taken", "b"])
     redis_client.flushall()
 
-    pool.client.submit([[4]], ids=["c"])  # notices
-    pool.client.submit([[5]], ids=["d"])  # and offers again
+    def offered() -> bool:
+        pool.client.submit([[4]], ids=["c"])  # notices, and when all have settled offers again
+        return pool.client.status().ready == 3
 
-    assert pool.client.status().ready == 4
+    wait_until(offered, "all that was lost is there again")
 
 
 def test_publishing_removes_nothing_of_the_user_s(pool: Pool) -> None:
