@@ -262,8 +262,7 @@ class Model:
         if self.pending.get(name) == trainer:
             del self.pending[name]
             self.stream.remove(name)
-            self.done[name] = trainer
-            return 1
+            self.done.setdefault(name, trainer)  # restated by another: only its entry was left
         return int(self.done.get(name) == trainer)
 
     def restate(self, trainer: str, name: str, *, acked: bool) -> int:
