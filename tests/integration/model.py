@@ -259,6 +259,8 @@ class Model:
         return unread
 
     def ack(self, trainer: str, name: str) -> int:
+        if self.pending.get(name, trainer) != trainer:
+            return 0  # also where only the entry is left of what this one has taken
         if self.pending.get(name) == trainer:
             del self.pending[name]
             self.stream.remove(name)
