@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -186,9 +187,11 @@ async def test_monitor_can_export(server: EmbeddedServer, pool: Pool) -> None:
     await pool.start(StepEngine(lambda r: 1), name="a", max_samples=1)
     pool.submit(2)
     exporter = Exporter(url_of(server, "monitor"), [QUEUE])
-    serving = 'rollq_pool_workers{queue="q",state="serving",version="0"} 1.0'
-    await async_wait_until(lambda: serving in exporter.metrics().decode(), "the worker is seen")
-    assert 'rollq_pool_samples_waiting{queue="q"} 1.0' in exporter.metrics().decode()
+    for seen in (
+        'rollq_pool_workers{queue="q",state="serving",version="0"} 1.0',
+        'rollq_pool_samples_waiting{queue="q"} 1.0',
+    ):
+        await async_wait_until(partial(lambda s: s in exporter.metrics().decode(), seen), seen)
     exporter.close()
 
 

@@ -267,7 +267,10 @@ def test_somebody_who_waits_in_vain_is_told_what_for(
     result = rollq("results", "--timeout", 1)
 
     assert result.exit_code == 1
-    assert "waiting: 1 samples wait, 0 are with workers, 0 workers live" in result.stderr
+    assert (
+        "waiting: 1 samples wait, 0 are with workers, 0 closed groups are not acked"
+        in result.stderr
+    )
 
 
 # refusals

@@ -87,8 +87,8 @@ def is_number(expected: int) -> Callable[[list[str]], None]:
 
 def is_groups(lines: list[str]) -> None:
     found = pairs(lines)
-    assert (found["name"], found["consumers"], found["pending"]) == ("trainer", "0", "0")
-    assert found["lag"] == "2"
+    assert (found["name"], found["consumers"], found["pending"]) == ("trainer", "1", "1")
+    assert found["lag"] == "1"
 
 
 def is_stats(lines: list[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from producer import SamplingParams
 from producer.contract.errors import EngineDead, WeightsRejected
 from producer.contract.manifest import MANIFEST
-from tests.integration.contract import Driver, heartbeat
+from tests.integration.contract import Driver, heartbeat, publish
 from tests.integration.pool import Pool, Running
 from tests.integration.stepper import StepEngine, attempts
 from tests.waiting import async_wait_until
@@ -168,8 +168,8 @@ async def test_files_that_are_not_those_that_were_published_are_not_loaded(
     engine = StepEngine()
     worker = await pool.start(engine)
 
-    publication = {"path": path, "digest": digest, "step": 0, "policy": "requeue"}
-    driver.queue.call("publish", request="r", deadline_ms=0, force=0, floor=0, **publication)
+    name, scalars, items = publish(digest=digest)
+    driver.send((name, scalars | {"path": path}, items))
     await async_wait_until(lambda: worker.state.last_error, "it looked at it")
 
     assert f"published was {digest}" in worker.state.last_error
