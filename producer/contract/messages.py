@@ -214,7 +214,7 @@ class Segment:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Rollout:
     """The result of one sample. All arrays have one entry a response token.
 
@@ -261,6 +261,16 @@ class Rollout:
     metadata: Any = None
     prompt: str | Messages | None = None
     reward: float | dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        """Short: without arrays, and a long text cut."""
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        why = f", error={self.error!r}" if self.error else ""
+        return (
+            f"Rollout({self.id!r}, {self.state}, finish_reason={self.finish_reason!r}, "
+            f"{len(self.response_ids)} tokens of versions {self.param_version_start} to "
+            f"{self.param_version_end}, text={text!r}, reward={self.reward!r}{why})"
+        )
 
     @property
     def trainable(self) -> bool:
