@@ -37,7 +37,8 @@ def table(report: Report) -> str:
     lines = [f"{name:32} {value}" for name, value in report.facts.items()]
     lines.append("")
     for verdict in report.verdicts:
-        word = f"BROKEN {len(verdict.broken)}" if verdict.broken else "holds"
+        word = "EXCEEDED" if verdict.timed else "BROKEN"
+        word = f"{word} {len(verdict.broken)}" if verdict.broken else "holds"
         lines.append(f"{verdict.name:32} {word:12} {verdict.remark}".rstrip())
         lines += [f"    {what}" for what in verdict.broken[:20]]
     return "\n".join(lines)
