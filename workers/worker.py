@@ -182,27 +182,27 @@ class Worker:
         state.phase = "draining"
         if state.interruption != "failure":
             state.interruption = "drain" if state.failure is None else "failure"
-        deadline = time.monotonic() + self._settings.grace_seconds
         self._admission.open()
         try:
-            async with asyncio.timeout_at(
-                asyncio.get_running_loop().time() + self._settings.grace_seconds
-            ):
-                if self._engine.dead is None:
-                    await interrupt(state, self._reporter, state.interruption)
-                await state.until(
-                    lambda: all(h.outcome for h in state.held.values()),
-                    deadline - time.monotonic(),
-                )
-                await self._reporter.settle(list(state.held.values()))
+            async with asyncio.timeout(self._settings.grace_seconds):
+                await self._hand_back()
         except TimeoutError:
             state.give_up(
                 f"{len(state.held)} samples were not handed back within "
                 f"{self._settings.grace_seconds:.0f} s; their leases will run out"
             )
+
+    async def _hand_back(self) -> None:
+        state = self._state
+        try:
+            if self._engine.dead is None:
+                await interrupt(state, self._reporter, state.interruption)
         except EngineError as error:
             state.give_up(f"the engine failed while draining: {error}")
             await self._reporter.flush()
+            return
+        await state.until(lambda: all(h.outcome for h in state.held.values()), None)
+        await self._reporter.settle(list(state.held.values()))
 
     async def _see_to_grading(self) -> None:
         """Have RQ jobs made for closed groups, also while no trainer waits for them."""

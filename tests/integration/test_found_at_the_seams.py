@@ -10,8 +10,9 @@ import pytest
 
 from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.integration.pool import Pool, Processes
+from tests.integration.stepper import StepEngine
 from tests.waiting import async_wait_until
-from workers.worker import EXIT_OK
+from workers.worker import EXIT_FAILED, EXIT_OK
 
 
 @pytest.fixture
@@ -88,3 +89,19 @@ async def test_signals_that_come_at_once_are_one(own_pool: Pool, start: Processe
 
     assert worker.ended() == EXIT_OK
     assert own_pool.client.status().ready == 1
+
+
+async def test_an_engine_that_fails_at_the_end_and_no_redis_are_waited_for_once(
+    own_pool: Pool, server: EmbeddedServer
+) -> None:
+    """The grace time is for both."""
+    engine = StepEngine(lambda r: 3)
+    worker = await own_pool.start(engine, name="a", grace_seconds=0.5)
+    own_pool.submit()
+    await own_pool.made(3)
+    server.kill()
+    engine.allow(1)
+    engine.at_pause = lambda: engine.crash("no pause")
+
+    assert await worker.drain() == EXIT_FAILED
+    server.start()
