@@ -124,6 +124,12 @@ class Inbox:
 
     def read(self, most: int, block_ms: int) -> list[Entry]:
         """Up to `most` entries of groups that are not in hand; waits for new ones only."""
+        while (fresh := self._read_fresh(most, block_ms)) is None:
+            pass
+        return fresh
+
+    def _read_fresh(self, most: int, block_ms: int) -> list[Entry] | None:
+        """None if all of them came again: there may be more behind."""
         if self._disruptions != self._queue.disruptions:
             self.recover()
         if not self.settled():
@@ -150,7 +156,7 @@ class Inbox:
         if looked_back and len(fresh) < most:
             self._behind = False
         elif entries and not fresh:
-            return self.read(most, block_ms)  # there may be more behind what came again
+            return None
         return fresh
 
     def _gone(self, group_ids: Sequence[str]) -> set[str]:

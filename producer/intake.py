@@ -71,9 +71,9 @@ class Intake:
         """The next `least` to `most` closed groups; fewer, or none, when there are no more."""
         if most < 1:
             raise InvalidSample(f"groups={most} must be at least 1")
-        self._check_room(most, len(self._inbox) - sum(map(self._free, self._aside)))
-        taken: list[Entry] = []
         least = least or most
+        self._check_room(least, len(self._inbox) - sum(map(self._free, self._aside)))
+        taken: list[Entry] = []
         watch = _Watch(f"{least} groups", least, timeout, self._waiting_for)
         ended = False
         try:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
+from producer.contract.keys import QueueKeys
 from producer.server import EmbeddedServer, Prefer, start_embedded
+from tests.integration.conftest import OpenPool
+from tests.integration.contract import Driver
 from tests.integration.pool import Pool, Processes
 from tests.integration.stepper import StepEngine
 from tests.waiting import async_wait_until
@@ -105,3 +111,77 @@ async def test_an_engine_that_fails_at_the_end_and_no_redis_are_waited_for_once(
 
     assert await worker.drain() == EXIT_FAILED
     server.start()
+
+
+# what trainers read
+
+
+async def test_a_thousand_entries_of_groups_that_are_gone_are_passed_one_by_one(
+    pool: Pool, driver: Driver
+) -> None:
+    """A Redis that came back with them unread, after their acks were said again."""
+    with driver.redis.pipeline(transaction=False) as pipe:
+        for i in range(1200):
+            fields = {"group": f"gone{i}", "size": 1, "states": "finished"}
+            pipe.xadd(driver.keys["results"], fields)
+        pipe.execute()
+    await pool.start(StepEngine())
+    pool.submit()
+
+    assert [g.id for g in await pool.groups(1)] == ["g0"]
+
+
+async def test_rollouts_need_no_more_room_than_one_group(open_pool: OpenPool) -> None:
+    pool = open_pool(max_results=2)
+    await pool.start(StepEngine())
+    pool.submit(3)
+
+    rollouts = await asyncio.to_thread(lambda: list(pool.client.rollouts(timeout=10)))
+
+    assert len(rollouts) == 3
+
+
+# what comes back when Redis lost it
+
+
+async def test_a_worker_sets_an_emptied_queue_up_as_it_was(
+    open_pool: OpenPool, redis_client: redis.Redis
+) -> None:
+    """Before the trainer, who chose its limits, comes back."""
+    pool = open_pool(lease_ms=1500, max_ready=7)
+    await pool.start(StepEngine())
+    config = QueueKeys("q")["config"]
+
+    redis_client.flushall()
+    limits = await async_wait_until(lambda: redis_client.hgetall(config), "it is set up again")
+
+    assert (limits[b"max_ready"], limits[b"lease_ms"]) == (b"7", b"1500")
+
+
+async def test_a_publisher_that_waits_makes_again_what_redis_lost(
+    own_pool: Pool, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    engine = StepEngine(lambda r: 3)
+    worker = await own_pool.start(engine, name="a")
+    first = await own_pool.update(worker)
+    own_pool.submit()
+    await own_pool.made(3)
+    before = tmp_path / "before"
+    ignored = shutil.ignore_patterns("*.sock", "*.log")
+    shutil.copytree(server.directory, before, ignore=ignored)
+    publishing = asyncio.create_task(
+        asyncio.to_thread(own_pool.publish, wait="all", timeout=15, policy="finish")
+    )
+    await async_wait_until(lambda: worker.state.phase == "updating", "it waits for the sample")
+
+    server.kill()
+    shutil.rmtree(server.directory / "appendonlydir")
+    shutil.copytree(before, server.directory, dirs_exist_ok=True)
+    server.start()
+    await async_wait_until(lambda: worker.state.current != first + 1, "its version is forgotten")
+    engine.allow(5)
+    version = await publishing
+
+    assert worker.state.version == version > first + 1
+    assert own_pool.client.status().current == version
+    await own_pool.one()
