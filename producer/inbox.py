@@ -175,8 +175,8 @@ class Inbox:
     def fetch(self, entries: Sequence[Entry]) -> tuple[RolloutGroup, ...]:
         """The groups behind entries, in their order, as far as they are there and closed.
 
-        One that is not was taken meanwhile, or Redis came back from before it had closed: it is
-        not in hand any more, and comes again when it has.
+        One that is not was taken meanwhile, or Redis came back from before it had closed, or was
+        graded: it is not in hand any more, and comes again when it has.
         """
         groups = []
         for piece in _pieces(entries, 32):
@@ -185,7 +185,7 @@ class Inbox:
             for (entry, group_id, _), own in zip(piece, commands, strict=True):
                 answer = list(itertools.islice(replies, len(own)))
                 fields: dict[bytes, bytes] = answer[0]
-                if fields and fields[b"ended"] == fields[b"size"] and all(answer[1::2]):
+                if b"entry" in fields and all(answer[1::2]):
                     self._digests[group_id] = fields[b"digest"]
                     groups.append(build_group(entry, group_id, answer))
                     continue
