@@ -11,6 +11,7 @@ for as long as the others may need to do the same.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -163,7 +164,11 @@ class Inbox:
         """Those that were taken, here or, before their entry was read, by somebody else."""
         exists = read_all(self._queue, [("EXISTS", self._queue.keys.group(g)) for g in group_ids])
         found = zip(group_ids, exists, strict=True)
-        return {g for g, there in found if not there or g in self._taken}
+        # With its tombstone an id is free to be used again.
+        oldest = time.monotonic() - int(self._queue.config["tombstone_ms"]) / 1000
+        return {
+            g for g, there in found if not there or self._taken.get(g, (b"", -math.inf))[1] > oldest
+        }
 
     def put_back(self, entries: Sequence[Entry]) -> None:
         """These were read and not shown: they stay pending, and are found again."""
