@@ -196,6 +196,9 @@ class Worker:
         state = self._state
         try:
             if self._engine.dead is None:
+                # Whoever comes in now sees the stop; a request that an engine gets when it
+                # stands still would never end.
+                await self._admission.until_empty()
                 await interrupt(state, self._reporter, state.interruption)
         except EngineError as error:
             state.give_up(f"the engine failed while draining: {error}")

@@ -97,6 +97,23 @@ async def test_signals_that_come_at_once_are_one(own_pool: Pool, start: Processe
     assert own_pool.client.status().ready == 1
 
 
+async def test_a_drain_waits_for_what_is_on_its_way_into_the_engine(own_pool: Pool) -> None:
+    """vLLM would not take it any more once it stands still, and never end it."""
+    engine = StepEngine(lambda r: 3)
+    worker = await own_pool.start(engine, name="a")
+    engine.add_gate.clear()
+    own_pool.submit()
+    await async_wait_until(lambda: engine.requests, "it is on its way")
+    worker.worker.stop()
+    await async_wait_until(lambda: worker.state.phase == "draining", "it drains")
+    assert engine.paused == []
+
+    engine.add_gate.set()
+
+    assert await worker.ended() == EXIT_OK
+    assert own_pool.client.status().ready == 1
+
+
 async def test_an_engine_that_fails_at_the_end_and_no_redis_are_waited_for_once(
     own_pool: Pool, server: EmbeddedServer
 ) -> None:
@@ -139,6 +156,23 @@ async def test_rollouts_need_no_more_room_than_one_group(open_pool: OpenPool) ->
     rollouts = await asyncio.to_thread(lambda: list(pool.client.rollouts(timeout=10)))
 
     assert len(rollouts) == 3
+
+
+async def test_an_id_may_be_used_again_when_its_tombstone_is_gone(
+    open_pool: OpenPool, driver: Driver
+) -> None:
+    """The rows of a data set, in the next epoch."""
+    pool = open_pool(tombstone_ms=200)
+    await pool.start(StepEngine())
+    pool.submit()
+    await pool.one()
+    await async_wait_until(
+        lambda: not driver.redis.exists(driver.keys["done"] + "g0"), "it is gone"
+    )
+
+    pool.submit()
+
+    assert (await pool.one()).group_id == "g0"
 
 
 # what comes back when Redis lost it
