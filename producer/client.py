@@ -330,7 +330,8 @@ class RolloutClient:
                 them, and one in any case. The others go on generating meanwhile.
             force: make a new version although these files are the current ones.
             wait: for so many workers, or "all" that live, to serve it, at most `timeout`
-                seconds. A worker that leaves is not waited for.
+                seconds. A worker that leaves is not waited for. If Redis forgets the version
+                meanwhile, it is published again, and the new one is returned.
 
         Raises:
             WeightsError: no weights_dir is set, or these are no weights.

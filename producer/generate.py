@@ -37,6 +37,7 @@ def generate(
         if deadline is not None and time.monotonic() > deadline:
             raise ResultsTimeout(f"the queue had no room for all prompts within {timeout:.0f} s")
         wait()
+        intake.check_start()
 
     ids = [job.group_id for job in jobs]
     with intake.keeping(ids):

@@ -11,6 +11,7 @@ for as long as the others may need to do the same.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,12 @@ class Inbox:
 
     def read(self, most: int, block_ms: int) -> list[Entry]:
         """Up to `most` entries of groups that are not in hand; waits for new ones only."""
+        while (fresh := self._read_fresh(most, block_ms)) is None:
+            pass
+        return fresh
+
+    def _read_fresh(self, most: int, block_ms: int) -> list[Entry] | None:
+        """None if all of them came again: there may be more behind."""
         if self._disruptions != self._queue.disruptions:
             self.recover()
         if not self.settled():
@@ -150,14 +157,18 @@ class Inbox:
         if looked_back and len(fresh) < most:
             self._behind = False
         elif entries and not fresh:
-            return self.read(most, block_ms)  # there may be more behind what came again
+            return None
         return fresh
 
     def _gone(self, group_ids: Sequence[str]) -> set[str]:
         """Those that were taken, here or, before their entry was read, by somebody else."""
         exists = read_all(self._queue, [("EXISTS", self._queue.keys.group(g)) for g in group_ids])
         found = zip(group_ids, exists, strict=True)
-        return {g for g, there in found if not there or g in self._taken}
+        # With its tombstone an id is free to be used again.
+        oldest = time.monotonic() - int(self._queue.config["tombstone_ms"]) / 1000
+        return {
+            g for g, there in found if not there or self._taken.get(g, (b"", -math.inf))[1] > oldest
+        }
 
     def put_back(self, entries: Sequence[Entry]) -> None:
         """These were read and not shown: they stay pending, and are found again."""
@@ -169,8 +180,8 @@ class Inbox:
     def fetch(self, entries: Sequence[Entry]) -> tuple[RolloutGroup, ...]:
         """The groups behind entries, in their order, as far as they are there and closed.
 
-        One that is not was taken meanwhile, or Redis came back from before it had closed: it is
-        not in hand any more, and comes again when it has.
+        One that is not was taken meanwhile, or Redis came back from before it had closed, or was
+        graded: it is not in hand any more, and comes again when it has.
         """
         groups = []
         for piece in _pieces(entries, 32):
@@ -179,7 +190,7 @@ class Inbox:
             for (entry, group_id, _), own in zip(piece, commands, strict=True):
                 answer = list(itertools.islice(replies, len(own)))
                 fields: dict[bytes, bytes] = answer[0]
-                if fields and fields[b"ended"] == fields[b"size"] and all(answer[1::2]):
+                if b"entry" in fields and all(answer[1::2]):
                     self._digests[group_id] = fields[b"digest"]
                     groups.append(build_group(entry, group_id, answer))
                     continue

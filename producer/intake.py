@@ -71,9 +71,9 @@ class Intake:
         """The next `least` to `most` closed groups; fewer, or none, when there are no more."""
         if most < 1:
             raise InvalidSample(f"groups={most} must be at least 1")
-        self._check_room(most, len(self._inbox) - sum(map(self._free, self._aside)))
-        taken: list[Entry] = []
         least = least or most
+        self._check_room(least, len(self._inbox) - sum(map(self._free, self._aside)))
+        taken: list[Entry] = []
         watch = _Watch(f"{least} groups", least, timeout, self._waiting_for)
         ended = False
         try:
@@ -191,12 +191,8 @@ class Intake:
 
     def _check_coming(self, missing: Sequence[str], drained: bool) -> None:
         """Is there still a chance that these groups come?"""
-        max_results = int(self._queue.config["max_results"])
-        if missing and len(self._inbox) >= max_results:
-            raise QueueFull(
-                f"{len(missing)} groups cannot start: max_results={max_results} closed groups "
-                "wait to be taken by this client; take and ack them with batches() first"
-            )
+        if missing:
+            self._check_start(f"{len(missing)} groups")
         gone = [g for g in missing if g not in self._outbox]
         if drained and not gone and not self._outbox.offer_again():
             gone = list(missing)
@@ -206,6 +202,24 @@ class Intake:
                 f"consumer{self._held_by_others()}; several trainers that wait for results by "
                 "id need a queue each, and a second generate() needs other ids"
             )
+
+    def _check_start(self, what: str) -> None:
+        max_results = int(self._queue.config["max_results"])
+        if len(self._inbox) >= max_results:
+            raise QueueFull(
+                f"{what} cannot start: max_results={max_results} closed groups "
+                "wait to be taken by this client; take and ack them with batches() first"
+            )
+
+    def check_start(self) -> None:
+        """While groups that are waited for by id wait for room: can they ever start?
+
+        Raises:
+            QueueFull: closed groups of others are in their way.
+        """
+        for entry in self._inbox.read(_MOST, 0):
+            self._aside[entry[1]] = entry
+        self._check_start("some of these groups")
 
     def room(self) -> Callable[[], None]:
         """To be called while a submission waits for room: tends, and says why it waits."""

@@ -167,11 +167,11 @@ class Operations:
         check_wait(wait)
         version = self._publisher.publish(root, weights, force, **options)
         if wait is not None:
-            yield from self._publisher.wait_served(version, wait, timeout)
+            version = yield from self._publisher.wait_served(version, wait, timeout, self._tend)
         return version
 
     def wait_for_version(self, version: int, *, workers: int, timeout: float) -> Steps[None]:
-        return self._publisher.wait_for(version, workers, timeout)
+        yield from self._publisher.wait_for(version, workers, timeout, self._tend)
 
 
 def _jobs(prompts: Any, sampling_params: SamplingParams | None, **options: Any) -> Iterable[Job]:

@@ -36,12 +36,14 @@ class Publisher:
         self._status = status
         self._last: dict[str, Any] = {}  # to be made again if Redis forgets it
         self._newest = 0  # the highest version that this client knows of
+        self._version = 0  # what `_last` is
+        self._again: dict[int, int] = {}  # a version that Redis forgot -> the one made for it
 
     def publish(self, root: Path | None, weights: Any, force: bool, **options: Any) -> int:
         """Write the files and publish them; see `prepare`. Returns the version."""
         queue = self._queue.keys.queue
         publication = prepare(root, queue, weights, **options)
-        version = self.send(publication, force)
+        version = self._version = self.send(publication, force)
         self._last = publication
         if root is not None:
             clean_up(root, queue, self._status())
@@ -61,27 +63,50 @@ class Publisher:
     def again(self) -> None:
         """If Redis forgot the last publication: under a new, higher version."""
         if self._last and int(self._status().weights.get("newest", 0)) < self._newest:
-            self.send(self._last, force=True)
+            lost, self._version = self._version, self.send(self._last, force=True)
+            self._again[lost] = self._version
 
-    def wait_served(self, version: int, wait: Workers, timeout: float) -> Steps[None]:
-        """Until so many workers serve it; raises what `served` does, or ResultsTimeout."""
-        return self._wait(lambda status: served(status, version, wait), version, wait, timeout)
+    def made_again(self, version: int) -> int:
+        """What has become of a version that Redis may have forgotten."""
+        while version in self._again:
+            version = self._again[version]
+        return version
 
-    def wait_for(self, version: int, workers: int, timeout: float) -> Steps[None]:
+    def wait_served(
+        self, version: int, wait: Workers, timeout: float, tend: Callable[[], None]
+    ) -> Steps[int]:
+        """Until so many workers serve it; raises what `served` does, or ResultsTimeout.
+
+        Returns the version, which is another one if Redis forgot it meanwhile.
+        """
+        return self._wait(lambda s, v: served(s, v, wait), version, wait, timeout, tend)
+
+    def wait_for(
+        self, version: int, workers: int, timeout: float, tend: Callable[[], None]
+    ) -> Steps[int]:
         """Until so many workers serve it or a newer one, or it was given up."""
 
-        def enough(status: Status) -> bool:
+        def enough(status: Status, version: int) -> bool:
             if error := rejected(status, version):
                 raise error
             return sum(w.version >= version for w in status.workers) >= workers
 
-        return self._wait(enough, version, workers, timeout)
+        return self._wait(enough, version, workers, timeout, tend)
 
     def _wait(
-        self, enough: Callable[[Status], bool], version: int, wait: Workers, timeout: float
-    ) -> Steps[None]:
+        self,
+        enough: Callable[[Status, int], bool],
+        version: int,
+        wait: Workers,
+        timeout: float,
+        tend: Callable[[], None],
+    ) -> Steps[int]:
         deadline = time.monotonic() + timeout
-        while not enough(status := self._status()):
+        while True:
+            tend()
+            version = self.made_again(version)
+            if enough(status := self._status(), version):
+                return version
             if time.monotonic() > deadline:
                 raise not_served(status, version, wait, timeout)
             yield Wait(_LOOK_SECONDS)

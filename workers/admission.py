@@ -36,6 +36,10 @@ class Admission:
     async def close(self) -> None:
         """Let nobody in any more; returns when nobody is inside."""
         self._open.clear()
+        await self.until_empty()
+
+    async def until_empty(self) -> None:
+        """Nobody is inside."""
         await self._empty.wait()
 
     def open(self) -> None:

@@ -39,6 +39,7 @@ class LeaseThread:
         self._die = die
         self._loop = asyncio.get_running_loop()
         self._queue = Queue(state.settings.url, state.settings.queue, patience=0.0)
+        self._queue.config = state.queue.config  # to be set up again if Redis loses it
         self._lease = int(state.queue.config["lease_ms"]) / 1000
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollq-leases", daemon=True)

@@ -38,6 +38,8 @@ log = logging.getLogger("rollq.worker")
 _IDLE = (0.05, 0.5)
 #: seconds between looks for closed groups that nobody grades
 _GRADE_SECONDS = 1.0
+#: seconds in which signals are one: a scheduler may tell a process and its group at once
+_ONE_SIGNAL_SECONDS = 1.0
 #: exit codes
 EXIT_OK, EXIT_FAILED, EXIT_STOOD_STILL = 0, 1, 3
 
@@ -56,7 +58,8 @@ class Worker:
         self._updater = Updater(self._state, self._admission, self._reporter)
         self._tasks: set[asyncio.Task[None]] = set()
         self._samples: set[asyncio.Task[None]] = set()
-        self._told = False  # a failure sets `stop`, too, and a first signal must not cut it short
+        # When; a failure sets `stop`, too, and a first signal must not cut it short.
+        self._told: float | None = None
 
     @property
     def state(self) -> WorkerState:
@@ -68,26 +71,25 @@ class Worker:
         Raises:
             QueueUnusable, EngineError: it could not even start.
         """
-        await self._queue.open()
+        self._handle_signals()
+        try:
+            if await self._unless_stopped(self._queue.open()):
+                await self._work()
+        finally:
+            await self._queue.close()
+        return EXIT_FAILED if self._state.failure else EXIT_OK
+
+    async def _work(self) -> None:
         leases = LeaseThread(self._state, self._stand_still)
         self._start(leases.tick())
         probes = Health(self._state, leases, self._claimer.room).probes()
         leases.start()
         if probes:
             probes.start()
-        self._handle_signals()
         try:
-            await self._engine.start()
-            self._start(self._reporter.run())
-            self._start(self._updater.run())
-            self._start(self._updater.listen())
-            self._start(self._see_to_grading())
-            await self._updater.look()
-            self._state.phase = "serving"
-            await self._updater.say(state="serving")
-            log.info("worker %s serves queue %s", self._settings.name, self._settings.queue)
-            await self._serve()
-            await self._drain()
+            if await self._unless_stopped(self._begin()):
+                await self._serve()
+                await self._drain()
         finally:
             # First, for the thread watches over a loop that ticks.
             await asyncio.to_thread(leases.stop)
@@ -95,14 +97,39 @@ class Worker:
                 await asyncio.to_thread(probes.stop)
             await _cancel(self._tasks | self._samples)
             await self._engine.shutdown()
-            await self._queue.close()
-        return EXIT_FAILED if self._state.failure else EXIT_OK
+
+    async def _begin(self) -> None:
+        await self._engine.start()
+        self._start(self._reporter.run())
+        self._start(self._updater.run())
+        self._start(self._updater.listen())
+        self._start(self._see_to_grading())
+        await self._updater.look()
+        self._state.phase = "serving"
+        await self._updater.say(state="serving")
+        log.info("worker %s serves queue %s", self._settings.name, self._settings.queue)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether it came to its end; it is given up when the worker is told to stop, for an
+        engine may take minutes to start, and a Redis that is away for ever."""
+        working = asyncio.create_task(work)
+        stopped = asyncio.create_task(self._state.stop.wait())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel({t for t in (working, stopped) if not t.done()})
+        if working.cancelled():
+            return False
+        working.result()
+        return True
 
     def stop(self) -> None:
-        """Drain and end; what a first SIGTERM or SIGINT does. A second one ends at once."""
-        if self._told:
-            os._exit(EXIT_FAILED)
-        self._told = True
+        """Drain and end; what a first SIGTERM or SIGINT does. A later one ends at once."""
+        if self._told is not None:
+            if time.monotonic() - self._told > _ONE_SIGNAL_SECONDS:
+                os._exit(EXIT_FAILED)
+            return
+        self._told = time.monotonic()
         log.info("worker %s drains", self._settings.name)
         self._state.stop.set()
         self._state.free.set()
@@ -155,27 +182,30 @@ class Worker:
         state.phase = "draining"
         if state.interruption != "failure":
             state.interruption = "drain" if state.failure is None else "failure"
-        deadline = time.monotonic() + self._settings.grace_seconds
         self._admission.open()
         try:
-            async with asyncio.timeout_at(
-                asyncio.get_running_loop().time() + self._settings.grace_seconds
-            ):
-                if self._engine.dead is None:
-                    await interrupt(state, self._reporter, state.interruption)
-                await state.until(
-                    lambda: all(h.outcome for h in state.held.values()),
-                    deadline - time.monotonic(),
-                )
-                await self._reporter.settle(list(state.held.values()))
+            async with asyncio.timeout(self._settings.grace_seconds):
+                await self._hand_back()
         except TimeoutError:
             state.give_up(
                 f"{len(state.held)} samples were not handed back within "
                 f"{self._settings.grace_seconds:.0f} s; their leases will run out"
             )
+
+    async def _hand_back(self) -> None:
+        state = self._state
+        try:
+            if self._engine.dead is None:
+                # Whoever comes in now sees the stop; a request that an engine gets when it
+                # stands still would never end.
+                await self._admission.until_empty()
+                await interrupt(state, self._reporter, state.interruption)
         except EngineError as error:
             state.give_up(f"the engine failed while draining: {error}")
             await self._reporter.flush()
+            return
+        await state.until(lambda: all(h.outcome for h in state.held.values()), None)
+        await self._reporter.settle(list(state.held.values()))
 
     async def _see_to_grading(self) -> None:
         """Have RQ jobs made for closed groups, also while no trainer waits for them."""
@@ -214,7 +244,7 @@ class Worker:
         os._exit(EXIT_STOOD_STILL)
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
     """Cancel until each has ended: `asyncio.wait_for` of Python 3.11, which redis-py awaits its
     writes with, swallows a cancel that comes at the moment of success."""
     while tasks:

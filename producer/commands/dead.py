@@ -20,6 +20,7 @@ from producer.contract.connection import Queue
 from producer.contract.errors import InvalidSample
 from producer.contract.keys import check_group_id, split_sample_id
 from producer.contract.messages import Job, read_job
+from producer.contract.states import StalenessPolicy
 from producer.pipeline import read_all
 from producer.status import texts
 
@@ -149,6 +150,9 @@ def _read(queue: Queue, sample_id: str) -> tuple[dict[str, str], Job]:
         prompt=prompt,
         prompt_ids=prompt_ids if len(prompt_ids) else None,
         metadata=metadata,
+        max_staleness=int(staleness) if (staleness := holder.get(b"max_staleness")) else None,
+        staleness_policy=StalenessPolicy(holder.get(b"staleness_policy", b"allow").decode()),
+        reward=holder.get(b"reward", b"").decode(),
     )
     return texts(fields), job
 

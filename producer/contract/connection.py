@@ -94,10 +94,9 @@ class _Queue:
         return ["EVALSHA", script.sha, *script.arguments(self.keys, scalars, items)]
 
     def _configure(self) -> Call:
-        items = [
-            (name, self._limits.get(name, default), int(name in self._limits))
-            for name, default in DEFAULTS.items()
-        ]
+        # Where the queue was lost: as it was known, for who chose its limits may come back late.
+        known: dict[str, Argument] = {**DEFAULTS, **self.config, **self._limits}
+        items = [(name, known[name], int(name in self._limits)) for name in DEFAULTS]
         scalars: dict[str, Argument] = {
             "schema": SCHEMA,
             "incarnation": secrets.token_hex(8),

@@ -43,12 +43,13 @@ def grade(queue_name: str, group_id: str, digest: str) -> None:
 
 
 def _grade(queue: Queue, group_id: str, digest: str) -> None:
+    request = secrets.token_hex(8)
     attempt, size, reward, limit_ms = queue.call(
-        "grade", group=group_id, digest=digest, request=secrets.token_hex(8)
+        "grade", group=group_id, digest=digest, request=request
     )
     if not attempt:
         return  # graded, given up, or taken already
-    report = {"group": group_id, "digest": digest, "attempt": attempt}
+    report = {"group": group_id, "digest": digest, "attempt": attempt, "request": request}
     try:
         rewards = _rewards(_read(queue, group_id, size), reward.decode(), limit_ms / 1000)
         data = codec.pack(rewards, f"rewards of {group_id}")

@@ -221,9 +221,7 @@ def due(limit: int = 256) -> Call:
     return "due", {"limit": limit}, []
 
 
-def grade(group: str, digest: str, request: str | None = None) -> Call:
-    """Without a `request`, one of its own."""
-    request = request or f"g{next(_requests)}"
+def grade(group: str, digest: str, request: str = "r1") -> Call:
     return "grade", {"group": group, "digest": digest, "request": request}, []
 
 
@@ -235,9 +233,12 @@ def graded(
     *,
     error: str = "",
     final: bool = False,
+    request: str | None = None,
 ) -> Call:
+    """The `request` of attempt n is rn."""
     data = b"" if rewards is None else codec.pack(list(rewards), "rewards")
     report: dict[str, Any] = {"attempt": attempt, "rewards": data, "error": error}
+    report["request"] = request or f"r{attempt}"
     return "graded", {"group": group, "digest": digest, "final": int(final), **report}, []
 
 

@@ -177,6 +177,7 @@ class StepEngine:
         self._check_alive()
         self.paused.append(mode)
         self.at_pause()
+        self._check_alive()
         self._stepping = False
         if mode == "abort":
             await self.abort(list(self.live))

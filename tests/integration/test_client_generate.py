@@ -126,6 +126,21 @@ async def test_results_that_leave_no_room_are_an_error_and_not_a_wait(open_pool:
     assert [g.id for g in await pool.groups(1)] == ["new"]
 
 
+async def test_nor_do_they_hold_up_what_waits_for_room(open_pool: OpenPool) -> None:
+    """One of its two prompts fills `max_ready` and may not start."""
+    pool = open_pool(max_results=2, max_ready=1)
+    await pool.start(StepEngine())
+    await asyncio.to_thread(pool.submit, 2)
+    await async_wait_until(lambda: pool.client.status().results == 2, "others are closed")
+
+    with pytest.raises(QueueFull, match="groups cannot start: max_results=2"):
+        await asyncio.to_thread(
+            pool.client.generate, [[1], [2]], PARAMS, ids=["a", "b"], timeout=3, progress=False
+        )
+
+    assert {g.id for g in await pool.groups(2)} == {"g0", "g1"}
+
+
 async def test_no_prompts_are_no_groups(pool: Pool) -> None:
     assert len(pool.client.generate([], PARAMS)) == 0
 

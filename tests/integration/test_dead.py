@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from producer.cli import main
-from tests.integration.contract import Driver, ack, job
+from tests.integration.contract import Driver, ack, grade, graded, job
 
 
 class Command:
@@ -26,15 +27,19 @@ def command(driver: Driver) -> Command:
     return Command(driver)
 
 
-def kill(driver: Driver, *, acked: bool) -> None:
+def kill(driver: Driver, *, acked: bool, **options: Any) -> None:
     """g/0 finishes, g/1 kills three workers."""
-    driver.enqueue(replace(job("g", 2, prompt="What day is it?"), metadata={"row": 7}))
+    driver.enqueue(replace(job("g", 2, prompt="What day is it?", **options), metadata={"row": 7}))
     a, b = driver.claim()
     driver.complete(a)
     for _ in range(2):
         driver.crash(b)
         (b,) = driver.claim()
     driver.crash(b)
+    if "reward" in options:
+        digest = driver.group()["digest"]
+        driver.send(grade("g", digest))
+        driver.send(graded("g", digest, 1, [1.0, 0.0]))
     ((entry, _),) = driver.read()
     if acked:
         assert driver.send(ack(entry)) == 1
@@ -66,6 +71,19 @@ def test_one_that_is_tried_again_becomes_a_group_of_its_own(
     assert (again.group_id[:2], again.index, again.crashes, again.tokens) == ("g-", 0, 0, 0)
     assert driver.dead() == []
     assert bool(driver.sample("g/1")) is not acked, "what is not acked is still delivered"
+
+
+@pytest.mark.parametrize("acked", [False, True])
+def test_one_that_is_tried_again_is_graded_and_judged_as_before(
+    driver: Driver, command: Command, acked: bool
+) -> None:
+    kill(driver, acked=acked, max_staleness=3, policy="drop", reward="m:f")
+
+    group = command("retry", "g/1").output.split()[-1]
+
+    fields = driver.group(group)
+    names = ("reward", "max_staleness", "staleness_policy")
+    assert [fields[n] for n in names] == ["m:f", "3", "drop"]
 
 
 def test_one_that_is_dropped_leaves_nothing(driver: Driver, command: Command) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from producer import RolloutClient, RolloutGroup
+from producer import RolloutClient, RolloutGroup, SamplingParams
+from producer.contract.connection import Queue
 from producer.contract.errors import ResultsTimeout
 from producer.contract.messages import Claim
 from producer.inbox import SETTLE_SECONDS, Entry
@@ -280,6 +281,38 @@ async def test_a_group_that_is_open_again_is_not_shown_before_it_closes(
 
     assert [str(r.state) for r in group.rollouts] == ["finished", "finished"]
     assert [len(r.response_ids) for r in group.rollouts] == [8, 8]
+
+
+async def test_a_group_that_is_to_be_graded_again_is_not_shown_without_its_rewards(
+    pool: Pool, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """Redis comes back from before it was graded, when all its members had ended."""
+    await pool.start(StepEngine(), name="a")
+    pool.client.submit([[1, 2, 3]], SamplingParams(max_tokens=8), ids=["g"], reward="m:f")
+    await async_wait_until(lambda: pool.client.status().grading == 1, "it is to be graded")
+    grader = Driver(Queue(server.url, "q", patience=5.0))
+
+    def grade() -> None:
+        digest = grader.group()["digest"]
+        assert grader.send(contract.grade("g", digest))[0] == 1
+        assert grader.send(contract.graded("g", digest, 1, [0.5])) == 1
+
+    before = Snapshot(server, tmp_path / "before")
+    grade()
+    fetch = pool.client._inbox.fetch
+
+    def fetch_late(entries: Sequence[Entry]) -> tuple[RolloutGroup, ...]:
+        vars(pool.client._inbox)["fetch"] = fetch
+        before.restore()
+        shown = fetch(entries)
+        grade()
+        return shown
+
+    vars(pool.client._inbox)["fetch"] = fetch_late
+    (group,) = await pool.groups()
+    grader.queue.close()
+
+    assert [r.reward for r in group.rollouts] == [0.5]
 
 
 async def test_an_ack_counts_although_redis_forgot_that_it_was_read(

@@ -22,7 +22,8 @@ def closed(driver: Driver, size: int = 1) -> str:
 
 
 def begin(driver: Driver, digest: str) -> int:
-    attempt, *_ = driver.send(contract.grade("g", digest))
+    request = f"r{int(driver.group().get('grades', 0)) + 1}"
+    attempt, *_ = driver.send(contract.grade("g", digest, request))
     return int(attempt)
 
 
@@ -153,6 +154,22 @@ def test_a_late_attempt_may_give_rewards_but_no_error(driver: Driver) -> None:
     assert driver.send(contract.graded("g", digest, 2, [0.0])) == -1
     assert len(driver.results()) == 1
     assert driver.group()["graded"] == "1"
+
+
+def test_a_grader_of_what_redis_forgot_says_nothing_of_what_was_made_instead(
+    driver: Driver,
+) -> None:
+    """Redis came back from before a member had ended, and its end was made again."""
+    digest = closed(driver)
+    driver.send(contract.grade("g", digest, "before"))
+    driver.redis.hdel(driver.keys.group("g"), "grades", "graded_by", "grader:1")
+    late = contract.graded("g", digest, 1, [0.0], request="before")
+
+    assert driver.send(late) == -1
+    begin(driver, digest)
+    assert driver.send(late) == -1
+    assert driver.results() == []
+    assert driver.send(contract.graded("g", digest, 1, [1.0])) == 1
 
 
 def test_a_job_of_another_group_under_the_same_id_does_nothing(driver: Driver) -> None:

@@ -16,7 +16,8 @@ if g[3] ~= A.request then
     return {0, 0, '', c[1]}
   end
   attempts = attempts + 1
-  call('HSET', K.group .. A.group, 'grades', attempts, 'graded_by', A.request)
+  call('HSET', K.group .. A.group, 'grades', attempts, 'graded_by', A.request,
+    'grader:' .. text(attempts), A.request)
   -- Behind RQ's own limit, with time for what comes before and after the function itself.
   call('ZADD', K.grading, text(now() + 1.5 * c[1] + 2000), A.group)
 end

@@ -243,6 +243,10 @@ local function take(id, g, consumer, tombstone_ms)
   for index = 0, g[2] - 1 do
     local sid = id .. '/' .. index
     if call('ZSCORE', K.dead, sid) then
+      local kept = {'max_staleness', 'staleness_policy', 'reward'}
+      for i, value in ipairs(call('HMGET', K.group .. id, unpack(kept))) do
+        call('HSET', K.sample .. sid, kept[i], value or '')
+      end
       call('HSET', K.sample .. sid, 'job', g[3], 'prompt_ids', g[4])
     else
       call('UNLINK', K.sample .. sid, K.chunks .. sid)
