@@ -27,10 +27,13 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 QUEUE = "e2e"
+_RUNS = 16
 LEASE_MS = 4000
 CHECKPOINT_TOKENS = 32
 #: enough tokens for an idle machine to be in the middle of them when an update comes
 LONG = 900
+#: and of several updates, one worker after the other
+LONGER = 1800
 PROMPTS = [[1, 5 + i, 20 + i, 7] for i in range(32)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
 
@@ -94,17 +97,18 @@ class Pool:
     ) -> list[Rollout]:
         """Rollouts of all prompts with publications in between; again, until `enough` of them
         met one: a machine that stalls may be through with all before it looks."""
-        for _ in range(8):
+        assert params.max_tokens is not None
+        for _ in range(_RUNS):
             before = self.made()
             ids = self.client.submit(PROMPTS, params)
             for share in (0.1, 0.3, 0.5):
-                at = before + int(share * len(ids) * params.n * LONG)
+                at = before + int(share * len(ids) * params.n * params.max_tokens)
                 wait_until(lambda at=at: self.made() >= at, f"{at} tokens were made", 120)
                 self.client.wait_for_version(self.publish(change, policy), workers=2)
             rollouts = self.collect(ids)
             if enough(rollouts):
                 return rollouts
-        pytest.fail("in 8 runs too few samples were in flight when an update came")
+        pytest.fail(f"in {_RUNS} runs too few samples were in flight when an update came")
 
     def made(self) -> int:
         """Response tokens that the pool ever stored."""
@@ -165,17 +169,17 @@ def test_each_token_carries_the_version_whose_weights_computed_it(pool: Pool, po
 
     start = pool.client.status().current
     pool.client.wait_for_version(start, workers=2)
-    params = SamplingParams(n=2, temperature=1.0, max_tokens=LONG, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, max_tokens=LONGER, ignore_eos=True)
     rollouts = pool.run_under_updates(
         params, _shake, lambda rs: len(of_three_versions(rs)) > 0, policy
     )
 
     for r in rollouts:
         lengths = (r.response_ids, r.response_logprobs, r.response_mask, r.versions)
-        assert [len(a) for a in lengths] == [LONG] * 4
+        assert [len(a) for a in lengths] == [LONGER] * 4
         assert (np.diff(r.versions) >= 0).all()
         assert r.versions[0] >= start
-        assert sum(s.tokens for s in r.segments) == LONG
+        assert sum(s.tokens for s in r.segments) == LONGER
         under = _recomputed(pool, r)
         assert _error(r, under, r.versions) < 1e-3
         if len(under) >= 3:

@@ -196,6 +196,16 @@ def test_a_worker_is_on_the_list_while_its_heart_beats(open_driver: OpenDriver) 
     assert driver.redis.exists(driver.keys["workers"], driver.keys.worker("b")) == 0
 
 
+def test_a_late_heartbeat_makes_nobody_start_again(driver: Driver) -> None:
+    driver.send(heartbeat("a", "starting", "n1"))
+    driver.send(heartbeat("a", "serving", "n1"))
+    driver.send(heartbeat("a", "starting", "n1"))
+    assert driver.redis.hget(driver.keys.worker("a"), "state") == b"serving"
+
+    driver.send(heartbeat("a", "starting", "n2"))  # another process under that name
+    assert driver.redis.hget(driver.keys.worker("a"), "state") == b"starting"
+
+
 # staleness
 
 
