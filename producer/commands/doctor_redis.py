@@ -7,6 +7,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from producer.commands.common import counted
 from producer.commands.doctor import Check, Checks, guarded
 from producer.contract.url import redact
 from producer.pipeline import read_all
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _OLDEST = (6, 2)
 _SKEW_SECONDS = 2.0
 _SLOW_MS = 10.0
+_RQ = "rq worker -c producer.rewards.settings --serializer producer.rewards.Serializer"
 
 #: What a role sends, in scripts and by itself; `deploy/redis/users.acl` grants just this.
 RIGHTS = {
@@ -213,6 +215,8 @@ def _pool(queue: Queue, weights: dict[str, str]) -> Checks:
                     "the first trainer or worker makes it; is --queue right?")  # fmt: skip
         return
     counts = f"{status.ready:,} wait, {status.leased:,} in flight, {status.results:,} closed"
+    if status.grading:
+        counts += f", {status.grading:,} wait for rewards"
     if status.results >= int(status.config["max_results"]):
         yield Check("queue", "warn", f"{name}: {counts}: no new group is started",
                     "take and ack results: rollq results")  # fmt: skip
@@ -220,6 +224,10 @@ def _pool(queue: Queue, weights: dict[str, str]) -> Checks:
         yield Check("queue", "warn", f"{name}: {counts}, {status.dead:,} dead", "rollq dead list")
     else:
         yield Check("queue", "ok", f"{name}: {counts}")
+    if status.grading:
+        variables = f"ROLLQ_QUEUE={name} ROLLQ_REWARD_MODULES=MODULE"
+        yield Check("rewards", "warn", f"{counted(status.grading, 'group')} not graded yet",
+                    f"start one if none runs: {variables} {_RQ}")  # fmt: skip
     behind = [w for w in status.workers if w.version < status.last_good]
     if not status.workers:
         yield Check("workers", "warn", "none is alive", "start one: rollq worker MODEL")

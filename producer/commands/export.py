@@ -30,9 +30,14 @@ _FIRST = ("group_id", "index", "group_size", "trainable", "id")
 
 
 def columns() -> list[str]:
-    """The names of a row: those of `producer.Rollout`, the group's first."""
+    """The names of a row: those of `producer.Rollout`, the group's first.
+
+    `reward` is a number, or null where the function gave a dict: that is in `reward_parts`, so
+    that each column has one type.
+    """
     names = [f.name for f in dataclasses.fields(Rollout)]
     names += ["is_cancel", "param_version_start", "param_version_end"]
+    names += ["reward_parts", "reward_error"]
     return [*_FIRST, *(n for n in names if n not in _FIRST)]
 
 
@@ -46,6 +51,11 @@ def _cell(name: str, group: RolloutGroup, rollout: Rollout) -> Any:
         return len(group.rollouts)
     if name == "trainable":
         return group.trainable
+    if name == "reward_error":
+        return group.reward_error
+    if name in ("reward", "reward_parts"):
+        in_parts = isinstance(rollout.reward, dict)
+        return rollout.reward if in_parts is (name == "reward_parts") else None
     value = getattr(rollout, name)
     if name == "segments":
         return [dataclasses.asdict(s) for s in value]
@@ -180,7 +190,7 @@ def _schema(pyarrow: Any) -> Any:
         **dict.fromkeys(("prompt_ids", "response_ids", "response_mask"), pyarrow.list_(ints)),
         **dict.fromkeys(("enqueued_at", "started_at", "finished_at"), when),
         **dict.fromkeys(("trainable", "is_cancel"), pyarrow.bool_()),
-        **dict.fromkeys(("temperature", "top_p"), pyarrow.float64()),
+        **dict.fromkeys(("temperature", "top_p", "reward"), pyarrow.float64()),
         **dict.fromkeys(
             ("index", "group_size", "attempts", "interruptions", "crashes", "recomputed_tokens"),
             ints,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -23,6 +24,18 @@ _BATCH = 64
 _LINGER = 0.5
 #: seconds between words to somebody who waits in vain
 _SAY_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class _Written:
+    """What is on the disk and acked."""
+
+    groups: int = 0
+    untrainable: int = 0
+
+    def __str__(self) -> str:
+        words = f"{counted(self.groups, 'group')} written"
+        return words + (f", {self.untrainable:,} not trainable" if self.untrainable else "")
 
 
 @click.command(context_settings=SETTINGS)
@@ -50,8 +63,9 @@ def results(
     """Write closed groups to a file as they close, and take them out of the queue.
 
     It ends when every group was taken, or with --follow never. A row is a rollout; its columns
-    are the fields of producer.Rollout, and group_size and trainable of its group. Rows of a
-    group stand together, in the order of `index`.
+    are the fields of producer.Rollout, and group_size, trainable and reward_error of its group;
+    a reward that is a dict is in reward_parts. Rows of a group stand together, in the order of
+    `index`.
 
     \b
     rollq results --queue grpo --jsonl out.jsonl
@@ -67,6 +81,7 @@ def results(
     from producer.client import RolloutClient
     from producer.commands.export import JsonLines, Parquet
 
+    done = _Written()
     try:
         with (
             existing(url, queue),
@@ -80,23 +95,30 @@ def results(
             )
             with closing(writer):
                 takes = _takes(client, min(_BATCH, unacked), groups, timeout, follow)
-                done = _copy(client, writer, takes)
+                _copy(client, writer, takes, done)
+    except KeyboardInterrupt:
+        click.echo(done, err=True)
+        raise
     except OSError as error:
         if isinstance(error, BrokenPipeError | RollqError):
             raise
         raise file_error(error, "results cannot be written; what was not is still queued") from None
-    click.echo(f"{counted(done, 'group')} written", err=True)
+    click.echo(done, err=True)
 
 
-def _copy(client: RolloutClient, writer: Writer, takes: Iterator[Sequence[RolloutGroup]]) -> int:
-    """Write and ack what is taken; returns how many groups that were."""
-    done = 0
+def _copy(
+    client: RolloutClient,
+    writer: Writer,
+    takes: Iterator[Sequence[RolloutGroup]],
+    done: _Written,
+) -> None:
+    """Write and ack what is taken, and count it in `done`."""
 
     def ack(written: Sequence[RolloutGroup]) -> None:
-        nonlocal done
         if written:
             client.ack(written)
-            done += len(written)
+            done.groups += len(written)
+            done.untrainable += sum(not g.trainable for g in written)
 
     try:
         for taken in takes:
@@ -104,7 +126,6 @@ def _copy(client: RolloutClient, writer: Writer, takes: Iterator[Sequence[Rollou
     finally:
         # Ctrl-C, too, leaves on the disk what was taken.
         ack(writer.flush())
-    return done
 
 
 def _takes(

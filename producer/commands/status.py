@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -20,7 +21,10 @@ from producer.commands.common import (
 )
 from producer.status import Status, WorkerStatus
 
-_HEADER = f"{'WORKER':<26} {'STATE':<9} {'VERSION':>8} {'IN FLIGHT':>9} {'TOKENS/S':>9}  LAST ERROR"
+_COLUMNS = 80
+_MOST_NAME = 26
+#: columns for what is wrong with a version
+_BAD = 68
 
 
 @click.command(context_settings=SETTINGS)
@@ -60,7 +64,7 @@ def to_json(queue: str, status: Status) -> dict[str, Any]:
 
 
 def lines(queue: str, url: str, status: Status, now: float) -> list[str]:
-    """At most 80 columns, but for long URLs."""
+    """At most 80 columns, but for long URLs and, below the rest, errors that are longer."""
     s = status
     stat = s.stats.get
     shown = [
@@ -72,10 +76,33 @@ def lines(queue: str, url: str, status: Status, now: float) -> list[str]:
         f"  weights   {_weights(s, now)}",
         f"  workers   {len(s.workers)} alive, {s.tokens_per_second:,.0f} tokens/s",
     ]
-    if s.workers:
-        shown += ["", click.style(_HEADER, bold=True)]
-        shown += [_worker(w) for w in sorted(s.workers, key=lambda w: w.name)]
+    workers = sorted(s.workers, key=lambda w: w.name)
+    wide = min(_MOST_NAME, max((len(w.name) for w in workers), default=0))
+    wide = max(wide, len("WORKER"))
+    if workers:
+        header = _row(wide, "WORKER", "STATE", "VERSION", "IN FLIGHT", "TOKENS/S")
+        shown += ["", click.style(f"{header}  LAST ERROR", bold=True)]
+        shown += [_worker(w, wide) for w in workers]
+    if errors := [click.style(error, fg="red") for error in _whole(s, workers, wide)]:
+        shown += ["", *errors]
     return shown
+
+
+def _whole(s: Status, workers: Sequence[WorkerStatus], wide: int) -> Iterator[str]:
+    """The errors that are cut above, a line each."""
+    if len(bad := _bad(s)) > _BAD:
+        yield bad
+    for w in workers:
+        if len(error := " ".join(w.last_error.split())) > _room(wide):
+            yield f"{w.name}: {error}"
+
+
+def _bad(s: Status) -> str:
+    """Why the newest version is bad, in one line; nothing where it is not."""
+    newest = int(s.weights.get("newest", 0))
+    if s.of_version(newest, "state") != "bad":
+        return ""
+    return " ".join(f"version {newest} is bad: {s.of_version(newest, 'error')}".split())
 
 
 def _weights(s: Status, now: float) -> str:
@@ -88,18 +115,22 @@ def _weights(s: Status, now: float) -> str:
         words += f", {state}, step {s.of_version(s.current, 'step')}, published {age} ago"
     if s.last_good != s.current:
         words += f"; last good {s.last_good}"
-    newest = int(s.weights.get("newest", 0))
-    if s.of_version(newest, "state") == "bad":
-        words += "\n            " + click.style(
-            cut(f"version {newest} is bad: {s.of_version(newest, 'error')}", 68), fg="red"
-        )
+    if bad := _bad(s):
+        words += "\n            " + click.style(cut(bad, _BAD), fg="red")
     return words
 
 
-def _worker(w: WorkerStatus) -> str:
+def _worker(w: WorkerStatus, wide: int) -> str:
     version = f"{w.version}→{w.loading}" if w.loading >= 0 else str(w.version)
-    error = click.style(cut(w.last_error, 13), fg="red") if w.last_error else ""
-    return (
-        f"{cut(w.name, 26):<26} {cut(w.state, 9):<9} {version:>8} {w.in_flight:>9,} "
-        f"{w.tokens_per_second:>9,.0f}  {error}"
-    ).rstrip()
+    error = click.style(cut(w.last_error, _room(wide)), fg="red") if w.last_error else ""
+    figures = f"{w.in_flight:,}", f"{w.tokens_per_second:,.0f}"
+    return f"{_row(wide, w.name, w.state, version, *figures)}  {error}".rstrip()
+
+
+def _row(wide: int, name: str, state: str, version: str, in_flight: str, rate: str) -> str:
+    return f"{cut(name, wide):<{wide}} {cut(state, 9):<9} {version:>8} {in_flight:>9} {rate:>9}"
+
+
+def _room(wide: int) -> int:
+    """Columns for an error behind names that are so wide."""
+    return _COLUMNS - wide - 41

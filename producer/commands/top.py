@@ -62,7 +62,12 @@ def top(url: str, queue: str, every: float, once: bool, as_json: bool) -> None:
         elif once or not console.is_terminal:
             from producer.commands.topview import draw
 
-            console.print(draw(watch.look(), console.width, None))
+            if not console.is_terminal:
+                console.width = max(80, console.width)  # a pipe has no edge to be cut at
+            with console.capture() as captured:
+                console.print(draw(watch.look(), console.width, None))
+            drawn = [line.rstrip() for line in captured.get().splitlines()]
+            click.echo("\n".join(drawn), color=console.is_terminal)
         else:
             _live(watch, console, every)
 

@@ -1,7 +1,7 @@
 """The picture of `rollq top`: of fixed columns and, on a terminal, of fixed height.
 
-It fits 80 columns and 24 lines, says as much without colour, and nothing in it moves when
-numbers grow: every column has its width from the start.
+It fits 80 columns and 24 lines (a narrower screen shows its left part), says as much without
+colour, and nothing in it moves when numbers grow: only a longer name widens a column.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ def draw(picture: Picture, width: int, height: int | None) -> Group:
     ]
     if height is not None:
         parts.append(_foot(width))
+    for part in parts:
+        if isinstance(part, Text):
+            part.no_wrap, part.overflow = True, "crop"
     return Group(*parts)
 
 
@@ -103,7 +106,7 @@ def _head(p: Picture, width: int) -> list[Text]:
             ("failed", f"{s.stats.get('failed', 0):,}"),
             ("crashes", f"{s.stats.get('crashes', 0):,}"),
         ),
-        Text(""),
+        _facts(("grading", f"{s.grading:,}")) if s.grading else Text(""),
     ]
 
 
@@ -136,7 +139,14 @@ def _rate(p: Picture, name: str) -> str:
 
 def _workers(p: Picture, width: int, most: int | None) -> Table:
     table = _table(width)
-    name = 25 + (width - 80) // 2
+    _, key, largest_first = SORTS[p.sort]
+    workers = sorted(p.status.workers, key=key, reverse=largest_first != p.turned)
+    shown = workers if most is None or len(workers) <= most else workers[: most - 1]
+    last = f"and {len(workers) - len(shown):,} more" if len(shown) < len(workers) else ""
+    last = last if workers else "no worker is alive"
+    # Of all workers, not of those shown: sorting moves no column.
+    longest = max(len("WORKER*"), len(last), *(len(w.name) for w in workers))
+    name = min(25 + (width - 80) // 2, longest + 1)
     error = width - name - 39
     table.add_column(_sorted(p, "n", "WORKER"), width=name)
     table.add_column(_sorted(p, "s", "STATE"), width=9)
@@ -144,9 +154,6 @@ def _workers(p: Picture, width: int, most: int | None) -> Table:
     table.add_column(_sorted(p, "f", "IN FLIGHT"), width=11, justify="right")
     table.add_column(_sorted(p, "t", "TOKENS/S"), width=10, justify="right")
     table.add_column("  LAST ERROR", width=error)
-    _, key, largest_first = SORTS[p.sort]
-    workers = sorted(p.status.workers, key=key, reverse=largest_first != p.turned)
-    shown = workers if most is None or len(workers) <= most else workers[: most - 1]
     for w in shown:
         table.add_row(
             _middle_cut(w.name, name - 1),
@@ -157,11 +164,8 @@ def _workers(p: Picture, width: int, most: int | None) -> Table:
             Text("  " + cut(w.last_error, error - 2), style="red"),
         )
     rows = len(shown)
-    if len(shown) < len(workers):
-        table.add_row(f"and {len(workers) - len(shown):,} more", *[""] * 5)
-        rows += 1
-    if not workers:
-        table.add_row("no worker is alive", *[""] * 5)
+    if last:
+        table.add_row(last, *[""] * 5)
         rows += 1
     for _ in range((most or 0) - rows):
         table.add_row(*[""] * 6)
@@ -186,6 +190,7 @@ def _sampled(p: Picture) -> Text:
 
 def _lower(p: Picture, width: int) -> Table:
     grid = Table.grid(padding=0)
+    grid.width = width
     grid.add_column(width=_LEFT)
     grid.add_column(width=width - _LEFT)
     grid.add_row(_staleness(p.in_flight), _slowest(p, width - _LEFT))

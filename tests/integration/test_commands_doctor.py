@@ -26,7 +26,9 @@ from tests.deploy.test_acl import (
 from tests.deploy.test_acl import (
     rights as rules_of,
 )
+from tests.integration import contract
 from tests.integration.commands import Rollq
+from tests.integration.contract import Driver, job
 from tests.integration.pool import Pool
 
 __all__ = ["server"]  # a fixture: a server with the users of deploy/redis/users.acl
@@ -68,6 +70,23 @@ def test_it_leaves_no_key_behind(redis_url: str, redis_client: redis.Redis) -> N
 
     assert redis_client.dbsize() == 0
     assert found["queue"]["state"] == "warn"
+
+
+def test_groups_without_rewards_need_somebody_to_grade_them(driver: Driver) -> None:
+    driver.enqueue(job(reward="m:f"))
+    driver.complete(driver.claim_one())
+
+    found = checks(Rollq(driver.queue.url))
+
+    assert found["queue"]["found"].endswith("0 closed, 1 wait for rewards")
+    assert (found["rewards"]["state"], found["rewards"]["found"]) == (
+        "warn",
+        "1 group not graded yet",
+    )
+    assert " rq worker -c producer.rewards.settings " in found["rewards"]["todo"]
+    driver.send(contract.grade("g", driver.group()["digest"]))
+    driver.send(contract.graded("g", driver.group()["digest"], rewards=[1.0]))
+    assert "rewards" not in checks(Rollq(driver.queue.url))
 
 
 @pytest.mark.parametrize(

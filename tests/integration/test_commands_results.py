@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
 from producer import Batch, RolloutClient
 from producer.commands import export
+from tests.integration import contract
 from tests.integration.commands import Rollq
 from tests.integration.contract import Driver, job
 from tests.waiting import wait_until
@@ -100,6 +102,35 @@ def test_members_without_a_token_are_rows_too(driver: Driver, rollq: Rollq, sink
     (row,) = sink.rows()
     assert (row["state"], row["trainable"], row["response_ids"]) == ("cancelled", False, [])
     assert (row["param_version_start"], row["error"]) == (-1, "cancelled by the operator")
+
+
+def test_a_reward_has_columns_of_one_type_and_a_failed_grader_its_words(
+    driver: Driver, rollq: Rollq, sink: Sink
+) -> None:
+    graded = {"number": 0.5, "dict": {"format": 1.0}, "failed": None}
+    for group, reward in graded.items():
+        driver.enqueue(job(group, reward="m:f"))
+        driver.complete(driver.claim_one())
+        digest = driver.group(group)["digest"]
+        driver.send(contract.grade(group, digest))
+        rewards = None if reward is None else [reward]
+        error = "" if rewards else "no answer"
+        driver.send(contract.graded(group, digest, rewards=rewards, error=error, final=True))
+
+    result = rollq("results", *sink.arguments)
+
+    assert result.stderr == "3 groups written, 1 not trainable\n"
+    rows = {row["group_id"]: row for row in sink.rows()}
+    assert {name: row["reward"] for name, row in rows.items()} == {
+        "number": 0.5, "dict": None, "failed": None,
+    }  # fmt: skip
+    parts = rows["dict"]["reward_parts"]
+    assert (json.loads(parts) if sink.kind == "parquet" else parts) == {"format": 1.0}
+    assert rows["number"]["reward_parts"] is rows["failed"]["reward_parts"] is None
+    assert [row["reward_error"] for row in rows.values()] == ["", "", "no answer"]
+    if sink.kind == "parquet":
+        frame = pyarrow.parquet.read_table(sink.path)
+        assert pyarrow.compute.mean(frame["reward"]).as_py() == 0.5
 
 
 def test_it_ends_after_as_many_groups_as_asked(driver: Driver, rollq: Rollq, sink: Sink) -> None:
@@ -235,7 +266,7 @@ def test_ctrl_c_leaves_what_was_taken_on_the_disk(
     monkeypatch.setattr(RolloutClient, "batch", once)
     result = rollq("results", "--follow", *sink.arguments)
 
-    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    assert (result.exit_code, result.stderr) == (130, "1 group written\ninterrupted\n")
     assert sink.ids() == members("a")
     assert driver.results() == []
 

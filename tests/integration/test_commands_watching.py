@@ -20,6 +20,7 @@ import redis
 
 from producer.commands import inflight
 from producer.contract.connection import Queue
+from tests.integration import contract
 from tests.integration.commands import Rollq
 from tests.integration.contract import Driver, confirm, job, publish
 from tests.integration.pool import QUEUE, ROOT, Pool
@@ -224,6 +225,23 @@ async def test_status_says_what_is_wrong_with_a_version(busy: Busy) -> None:
     assert "version 2 is bad: b: no such tensor" in busy.rollq.ok("status")
 
 
+def test_status_has_whole_errors_below_the_table(driver: Driver) -> None:
+    long = "the engine said " + "no " * 99 + "at last"
+    short = "no tensor a.b of shape [1, 2]"
+    driver.send(publish())
+    driver.send(confirm(1, worker="w", error=long))
+    for name, error in {"w1": long, "w2": short}.items():
+        driver.send(contract.heartbeat(name))
+        driver.redis.hset(driver.keys.worker(name), "last_error", error)
+
+    lines = Rollq(driver.queue.url).ok("status").splitlines()
+
+    table, whole = lines[:-2], lines[-2:]
+    assert whole == [f"version 1 is bad: w: {long}", f"w1: {long}"]
+    assert all(len(line) <= 80 for line in table[1:])
+    assert any(re.match(rf"w2 +\w+ .*{re.escape(short)}$", line) for line in table), table
+
+
 def test_a_misspelt_queue_is_no_empty_one(driver: Driver) -> None:
     rollq = Rollq(driver.queue.url, "grop")
     for command in (["status"], ["top", "--json"], ["dead", "list"], ["cancel", "a"]):
@@ -264,6 +282,7 @@ async def test_top_in_a_pipe_is_one_plain_picture(busy: Busy) -> None:
     assert "\x1b" not in text
     lines = text.splitlines()
     assert all(len(line) <= 80 for line in lines)
+    assert all(line == line.rstrip() for line in lines)
     (worker,) = [line for line in lines if line.startswith("a ")]
     assert worker.split()[:4] == ["a", "serving", "1", "1"]
     assert any(re.match(r"0 +1 █+ *g1 +\d+s +0/1 +3", line) for line in lines), text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -72,7 +73,7 @@ def lines(shown: Picture, width: int = 80, height: int | None = 24) -> list[str]
     return capture.get().splitlines()
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 60), (120, 30), (200, 50)])
+@pytest.mark.parametrize(("width", "height"), [(50, 24), (80, 24), (80, 60), (120, 30), (200, 50)])
 @pytest.mark.parametrize(
     "shown",
     [
@@ -92,6 +93,8 @@ def test_the_picture_fills_the_screen_and_no_more(shown: Picture, width: int, he
 
     assert len(found) == height
     assert max(map(len, found)) <= width
+    wide = lines(shown, max(80, width), height)
+    assert [line.rstrip() for line in found] == [line[:width].rstrip() for line in wide]
 
 
 def test_nothing_moves_when_numbers_grow() -> None:
@@ -141,6 +144,21 @@ def test_what_does_not_fit_is_counted() -> None:
     shown = [line for line in found if line.startswith("w")]
     assert f"and {20 - len(shown)} more" in "\n".join(found)
     assert len(lines(picture(*(worker(f"w{i:02d}") for i in range(20))), height=None)) > 30
+
+
+def test_groups_that_wait_for_rewards_are_a_fact() -> None:
+    idle = picture()
+    waits = replace(idle, status=replace(idle.status, grading=1234))
+
+    assert any(re.match(r"grading +1,234", line) for line in lines(waits))
+    assert not any("grading" in line for line in lines(idle))
+    assert len(lines(waits)) == len(lines(idle)) == 24
+
+
+def test_short_names_leave_the_room_to_errors() -> None:
+    error = "no tensor a.b of shape [1]"
+
+    assert any(error in line for line in lines(picture(worker("w1", last_error=error))))
 
 
 def test_a_long_name_keeps_both_ends() -> None:
