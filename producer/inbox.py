@@ -58,7 +58,9 @@ class Inbox:
         self._state = b""  # what Redis held when it was looked at last
         self._look_at = 0.0  # when to look again whether all have settled
         self._settled = True
-        self._namesakes = Namesakes(f"consumer {consumer!r}; give each trainer its rank")
+        self._namesakes = Namesakes(
+            f"consumer {consumer!r}; both may be given the same groups: give each trainer its rank"
+        )
 
     def __len__(self) -> int:
         return len(self._in_hand)

@@ -7,6 +7,7 @@ a pool's status whether to wait on; a client's `Publisher` does both.
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import secrets
 import time
@@ -20,6 +21,8 @@ from producer.contract.states import UpdatePolicy, WeightState
 from producer.status import Status
 from producer.steps import Steps, Wait
 from producer.weights import remove_old, write_checkpoint
+
+log = logging.getLogger("rollq")
 
 #: how many workers are to serve a version
 Workers = int | Literal["all"]
@@ -50,13 +53,19 @@ class Publisher:
         return version
 
     def send(self, publication: dict[str, Any], force: bool) -> int:
-        version, _new = self._queue.call(
+        version, new = self._queue.call(
             "publish",
             request=secrets.token_hex(8),
             force=int(force),
             floor=self._newest,
             **publication,
         )
+        if not new:
+            log.warning(
+                "published the same files as version %d: nothing new; "
+                "force=True makes a version of them",
+                version,
+            )
         self._newest = max(self._newest, version)
         return int(version)
 

@@ -34,9 +34,14 @@ def write_checkpoint(root: Path, queue: str, weights: Any, step: int) -> tuple[s
             is already under `root` and has a manifest is used as it is.
 
     Raises:
-        WeightsError: nothing to publish, or it is not weights.
+        WeightsError: `root` does not exist, nothing to publish, or it is not weights.
     """
-    (root / queue).mkdir(parents=True, exist_ok=True)
+    if not root.is_dir():
+        raise WeightsError(
+            f"the weights directory {root} does not exist here: mount or make it; "
+            "it must be the same directory as the workers' --weights-dir"
+        )
+    (root / queue).mkdir(exist_ok=True)
     if isinstance(weights, str | os.PathLike):
         source = Path(weights).resolve()
         if not source.is_dir():

@@ -16,6 +16,8 @@ from producer.contract.errors import InvalidSample
 from workers.engines.protocol import Engine
 from workers.settings import WorkerSettings, default_name
 
+log = logging.getLogger("rollq")
+
 
 class _WorkerCommand(click.Command):
     """Says in its --help which variables stand for its options, and what --sim takes."""
@@ -127,8 +129,17 @@ def worker(
         metrics_port=metrics_port,
         metrics_host=metrics_host,
     )
+    if weights_dir is not None and not weights_dir.is_dir():
+        log.warning(
+            "the weights directory %s does not exist here: until it is mounted, no published "
+            "weights can be loaded; it must be the directory that the trainer publishes to",
+            weights_dir,
+        )
+    rest = context.args
+    if model is not None and model.startswith("-"):  # a flag that click took for the argument
+        rest, model = [model, *rest], None
     make = {"vllm": _vllm, "sim": _sim, "null": _null}[engine]
-    sys.exit(asyncio.run(_run(settings, make(model, sim, settings, context.args))))
+    sys.exit(asyncio.run(_run(settings, make(model, sim, settings, rest))))
 
 
 async def _run(settings: WorkerSettings, engine: Engine) -> int:
@@ -159,7 +170,11 @@ def _null(model: str | None, sim: str, settings: WorkerSettings, rest: list[str]
 
 def _vllm(model: str | None, sim: str, settings: WorkerSettings, rest: list[str]) -> Engine:
     if model is None:
-        raise click.UsageError("give the MODEL to serve, or --engine sim")
+        raise click.UsageError("give the MODEL to serve, before vLLM's flags, or --engine sim")
+    if model.startswith(("/", ".")) and not Path(model).exists():
+        raise click.UsageError(
+            f"MODEL {model} is no directory here: give one that is, or a name on the hub"
+        )
     if sim:
         raise click.UsageError("--sim goes with --engine sim")
     try:

@@ -58,7 +58,7 @@ class Swapper:
             # Also after a failure: whoever waits there sees the stop and hands back.
             self._admission.open()
             state.free.set()
-        await self._prove(publication.version)
+        await self._prove(publication.version, times)
         return not state.stop.is_set()
 
     async def _may_stop(self, publication: Publication) -> bool:
@@ -99,11 +99,12 @@ class Swapper:
             resume=time.monotonic() - loaded,
         )
 
-    async def _prove(self, version: int) -> None:
+    async def _prove(self, version: int, times: UpdateTimes) -> None:
         state = self._state
         state.last_error = ""
         state.updates += 1
-        log.info("serving version %d; %s", version, state.update_times)
+        seconds = times.close + times.idle
+        log.info("serving version %d after %.2f s (load %.2f s)", version, seconds, times.load)
         await self._level.say(
             version=version, loading="", state=state.phase, **dict(state.update_fields())
         )

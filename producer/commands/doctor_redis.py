@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from producer.commands.common import counted
 from producer.commands.doctor import Check, Checks, guarded
+from producer.contract.errors import QueueUnusable
 from producer.contract.url import redact
 from producer.pipeline import read_all
 from producer.status import build_status, status_commands, worker_commands
@@ -87,7 +88,16 @@ def server(queue: Queue) -> Checks:
 
 
 def _server(queue: Queue) -> Checks:
-    [info] = read_all(queue, [("INFO", "everything")])
+    from redis.exceptions import AuthenticationError
+
+    try:
+        [info] = read_all(queue, [("INFO", "everything")])
+    except QueueUnusable as error:
+        if not isinstance(error.__cause__, AuthenticationError):
+            raise
+        yield Check("redis", "fail", str(error), "it runs, but the password is refused: give the "
+                    "right one in ROLLQ_REDIS_PASSWORD_FILE or the URL")  # fmt: skip
+        return
     yield Check("redis", "ok", f"answers at {redact(queue.url)}")
     yield _version(info)
     yield _role(info)
@@ -195,7 +205,7 @@ def _clock(queue: Queue) -> Checks:
     yield Check(
         "clock",
         "warn" if off else "ok",
-        f"Redis's is {skew:+.1f} s off this one",
+        f"Redis's is {round(skew, 1) + 0.0:+.1f} s off this one",  # no -0.0
         todo if off else "",
     )
 

@@ -79,8 +79,8 @@ def missing_queue(error: redis.RedisError) -> bool:
 
 
 def words(error: redis.RedisError) -> str:
-    """Its message; for sentinels, without the settings of each that redis-py quotes."""
-    message = str(error)
+    """Its message, to go on behind; of sentinels, without the settings that redis-py quotes."""
+    message = str(error).removesuffix(".")
     if not message.startswith(_NO_MASTER):
         return message
     head, _, rest = message.partition(" : ")

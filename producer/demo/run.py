@@ -53,8 +53,9 @@ def run(config: DemoConfig, console: Console) -> Report:
         trainer = _make_trainer(config)
         workers = stack.enter_context(WorkerProcesses(config.directory / "logs"))
         stack.callback(console.print, "Ending the workers.", highlight=False)
-        _start_workers(workers, config, trainer, url, queue)
         weights = config.directory / "weights"
+        weights.mkdir()
+        _start_workers(workers, config, trainer, url, queue)
         client = stack.enter_context(RolloutClient(url, queue, weights_dir=weights))
         title = f"rollq demo: laps, {config.workers} {config.engine} workers"
         display = stack.enter_context(Display(console, title))

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,10 +32,16 @@ def allowed_modules() -> list[str]:
     return [_OWN, *(name for name in named if name)]
 
 
+def serves() -> bool:
+    """Is this process an `rq worker`?"""
+    return sys.argv[1:2] in (["worker"], ["worker-pool"])
+
+
 def preload() -> None:
     """Import what a job needs, once: each runs in a fork of this process.
 
-    An allowed module that cannot be imported is said, and fails its groups.
+    An `rq worker` ends with 1 where an allowed module cannot be imported: it would fail good
+    groups for good.
     """
     importlib.import_module("producer.rewards.job")
     if importlib.util.find_spec("math_verify"):
@@ -42,8 +49,11 @@ def preload() -> None:
     for name in allowed_modules():
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - a stranger's module may raise anything
-            log.warning("%s: %s cannot be imported: %r", MODULES, name, error)
+        except Exception as error:  # a stranger's module may raise anything
+            said = f"{MODULES}: {name} cannot be imported: {error!r}"
+            if serves():
+                raise SystemExit(f"{said}; correct the name, or install it here") from error
+            log.warning("%s", said)
 
 
 def find(reward: str) -> RewardFunction:

@@ -91,6 +91,7 @@ def _row(parts: dict[str, float]) -> str:
 
 
 def _measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    (directory / "weights").mkdir()
     with (
         start_embedded(directory / "redis", appendonly=False) as server,
         RolloutClient(server.url, _QUEUE, weights_dir=directory / "weights") as client,

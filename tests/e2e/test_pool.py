@@ -47,6 +47,7 @@ class Pool:
         self.model = make_llama(directory / "model")
         self.weights: dict[int, dict[str, Any]] = {0: _copy(self.model)}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        (directory / "weights").mkdir()
         self.client = RolloutClient(
             url, QUEUE, weights_dir=directory / "weights", limits={"lease_ms": LEASE_MS}
         )

@@ -123,6 +123,15 @@ def test_a_redis_that_is_away_is_the_one_thing_said_of_it(tmp_path: Path) -> Non
     assert "No such file or directory" in found["redis"]["found"]
 
 
+def test_a_refused_password_is_said_to_be_that(server: EmbeddedServer) -> None:
+    url = url_of(server, "trainer").replace("change-me", "wrong")
+
+    found = checks(Rollq(url), code=1)["redis"]
+
+    assert "the password is refused" in found["todo"]
+    assert "start it" not in found["todo"]
+
+
 # rights
 
 

@@ -353,16 +353,21 @@ def restarted(directory: Path, kind: Prefer) -> EmbeddedServer:
 # what operators and strangers do
 
 
-@pytest.mark.parametrize("options", [(), ("--serializer", "producer.rewards.Serializer")])
+SETTINGS = ("-c", "producer.rewards.settings")
+
+
+@pytest.mark.parametrize("options", [(), SETTINGS, ("--serializer", "producer.rewards.Serializer")])
 def test_rq_info_shows_the_queue(
     client: RolloutClient, driver: Driver, redis_url: str, options: tuple[str, ...]
 ) -> None:
     for _ in range(3):
         closed(client, driver, "length")
     dispatch(driver)
+    where = () if options == SETTINGS else ("--url", redis_url)
     shown = subprocess.run(
-        rq("info", "--url", redis_url, *options), capture_output=True, text=True, check=True
-    ).stdout
+        rq("info", *where, *options), capture_output=True, text=True, check=True,
+        env={**os.environ, "ROLLQ_REDIS_URL": redis_url, "ROLLQ_QUEUE": QUEUE},
+    ).stdout  # fmt: skip
 
     assert RQ_QUEUE in shown
     assert "3 jobs total" in shown

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 from typing import Any
 
 import pytest
@@ -118,15 +120,23 @@ async def test_the_same_weights_again_interrupt_nothing(pool: Pool) -> None:
     assert engine.loads == [1]
 
 
-async def test_the_same_weights_become_a_new_version_by_force(pool: Pool) -> None:
+async def test_the_same_weights_become_a_new_version_by_force(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rollq")
     engine = StepEngine()
     worker = await pool.start(engine)
     await pool.serving(pool.publish(b"same"), worker)
 
+    assert pool.publish(b"same") == 1
+    assert re.search(r"serving version 1 after \d+\.\d\d s \(load \d+\.\d\d s\)", caplog.text)
+    assert "the same files as version 1: nothing new; force=True makes" in caplog.text
+    caplog.clear()
     assert pool.publish(b"same", force=True) == 2
     await pool.serving(2, worker)
 
     assert engine.loads == [1, 2]
+    assert "nothing new" not in caplog.text
 
 
 async def test_a_late_notice_changes_nothing(pool: Pool, driver: Driver) -> None:

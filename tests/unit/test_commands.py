@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -255,3 +256,32 @@ def test_the_help_of_worker_says_what_its_options_and_the_simulated_engine_take(
     assert "ROLLQ_CHECKPOINT_TOKENS" in text
     assert "token_rate=0.0" in text
     assert "`late_seconds` delays the last outputs" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--engine sim --nonsense 3", "--nonsense 3: the simulated engine takes --sim"),
+        ("--engine null --nonsense", "--nonsense: the null engine takes no settings"),
+        ("--dtype float32", "give the MODEL to serve, before vLLM's flags"),
+        ("/no/such/model", "MODEL /no/such/model is no directory here"),
+        ("./nomodel --dtype float32", "MODEL ./nomodel is no directory here"),
+    ],
+)
+def test_a_wrong_command_line_of_worker_says_what_is_wrong(arguments: str, says: str) -> None:
+    result = CliRunner().invoke(producer.cli.main, ["worker", *arguments.split()])
+
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "vllm" not in sys.modules
+
+
+def test_a_worker_warns_of_a_weights_directory_that_is_not_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (".", "typo"):
+        arguments = f"worker --engine null --wrong --weights-dir {tmp_path / name}".split()
+        CliRunner().invoke(producer.cli.main, arguments)
+
+    [record] = caplog.records
+    assert f"{tmp_path}/typo does not exist here" in record.getMessage()

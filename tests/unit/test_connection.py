@@ -10,7 +10,7 @@ import redis
 from producer.contract.connection import Queue, split
 from producer.contract.errors import InvalidSample
 from producer.contract.scripts import Argument
-from producer.contract.troubles import passing
+from producer.contract.troubles import passing, words
 from producer.contract.url import redact
 
 Items = list[tuple[Argument, ...]]
@@ -115,3 +115,7 @@ def test_a_password_is_never_shown_and_the_rest_is(url: str, shown: str) -> None
 def test_an_unknown_limit_is_refused_by_name() -> None:
     with pytest.raises(InvalidSample, match=r"unknown limit max_redy; there are lease_ms"):
         Queue("redis://localhost", "q", limits={"max_redy": 5})
+
+
+def test_an_errors_words_go_on_behind_it() -> None:
+    assert words(redis.ConnectionError("Connection refused.")) == "Connection refused"

@@ -80,7 +80,7 @@ def test_how_many_must_be_a_number_or_a_share(tmp_path: Path, max_updating: Any)
     with pytest.raises(WeightsError, match=f"max_updating={max_updating!r} must be a number of"):
         publication(tmp_path, max_updating=max_updating)
 
-    assert not (tmp_path / "weights").exists(), "nothing is written before all is checked"
+    assert not (tmp_path / "weights" / "q").exists(), "nothing is written before all is checked"
 
 
 @pytest.mark.parametrize("wait", [None, 1, 8, "all"])
@@ -99,4 +99,5 @@ def publication(directory: Path, **changes: Any) -> dict[str, Any]:
     files.mkdir()
     (files / "model.safetensors").write_bytes(b"weights")
     how = {"step": 0, "policy": "requeue", "deadline_s": 0, "max_updating": None} | changes
+    (directory / "weights").mkdir(exist_ok=True)
     return prepare(directory / "weights", "q", files, **how)

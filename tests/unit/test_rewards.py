@@ -127,6 +127,29 @@ def test_a_module_that_cannot_be_preloaded_is_said(
     assert "nowhere.at.all cannot be imported" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("modules", "options", "says"),
+    [
+        ("json,nowhere.at.all", ["--serializer", "producer.rewards.Serializer"],
+         "ROLLQ_REWARD_MODULES: nowhere.at.all cannot be imported: ModuleNotFoundError"),
+        ("json", [], "rq worker would unpickle what it reads: add --serializer producer.rewards.S"),
+        ("json", ["-S", "json"], "rq worker would unpickle what it reads"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_would_do_harm_does_not_start(
+    modules: str, options: list[str], says: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rq.cli", "worker", "-c", "producer.rewards.settings", *options],
+        env={**os.environ, allowed.MODULES: modules, "ROLLQ_REDIS_URL": "unix:///nowhere.sock"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(says)
+    assert done.stderr.count("\n") == 1
+
+
 def test_what_jobs_need_is_there_before_the_fork() -> None:
     """Each job runs in a fork of the process that imported the serializer."""
     code = "import sys, producer.rewards; print(*sys.modules)"

@@ -86,6 +86,7 @@ def test_a_directory_is_copied_with_its_weights_only(tmp_path: Path) -> None:
     safetensors.save_file({"w": torch.ones(3)}, source / "model.safetensors")
     (source / "config.json").write_text("{}")
     root = tmp_path / "root"
+    root.mkdir()
 
     path, _ = write_checkpoint(root, "q", source, 1)
 
@@ -122,10 +123,17 @@ def test_what_is_no_weights_is_refused_and_leaves_nothing(
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
+    (tmp_path / "root").mkdir()
 
     with pytest.raises(WeightsError, match="holds no safetensors files"):
         write_checkpoint(tmp_path / "root", "q", tmp_path / "source", 1)
     assert list((tmp_path / "root" / "q").iterdir()) == []
+
+
+def test_a_mistyped_weights_directory_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="typo does not exist here: mount or make it"):
+        write_checkpoint(tmp_path / "typo", "q", {"w": torch.ones(3)}, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_whoever_sees_a_publication_sees_it_whole(tmp_path: Path) -> None:
