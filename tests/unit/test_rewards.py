@@ -142,7 +142,7 @@ def test_a_worker_that_would_do_harm_does_not_start(
     done = subprocess.run(
         [sys.executable, "-m", "rq.cli", "worker", "-c", "producer.rewards.settings", *options],
         env={**os.environ, allowed.MODULES: modules, "ROLLQ_REDIS_URL": "unix:///nowhere.sock"},
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
 
     assert done.returncode == 1
