@@ -138,7 +138,7 @@ def test_a_turn_is_not_inherited_by_one_that_starts_under_the_same_name(driver: 
     pool(driver, "ab", "1")
     assert [granted(driver, w) for w in "ab"] == [True, False]
 
-    driver.send(heartbeat("a", state="starting"))
+    driver.send(heartbeat("a", state="starting", nonce="another process"))
 
     assert granted(driver, "b")
 
