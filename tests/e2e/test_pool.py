@@ -173,6 +173,7 @@ def test_each_token_carries_the_version_whose_weights_computed_it(pool: Pool, po
         params, _shake, lambda rs: len(of_three_versions(rs)) > 0, policy
     )
 
+    shifted: list[float] = []
     for r in rollouts:
         lengths = (r.response_ids, r.response_logprobs, r.response_mask, r.versions)
         assert [len(a) for a in lengths] == [LONGER] * 4
@@ -182,11 +183,13 @@ def test_each_token_carries_the_version_whose_weights_computed_it(pool: Pool, po
         under = _recomputed(pool, r)
         assert _error(r, under, r.versions) < 1e-3
         if len(under) >= 3:
-            # The proof can fail: it does with the labels one token early or late.
             assert policy == "requeue" or r.attempts == 1
             early = np.append(r.versions[1:], r.versions[-1])
             late = np.insert(r.versions[:-1], 0, r.versions[0])
-            assert min(_error(r, under, labels) for labels in (early, late)) > 1e-2
+            shifted.append(min(_error(r, under, labels) for labels in (early, late)))
+    # The proof can fail: it does with the labels one token early or late. (Of one sample alone the
+    # few tokens at its seams may by chance be as likely under both versions.)
+    assert np.median(shifted) > 1e-2
 
 
 def test_weights_of_another_model_are_refused_and_the_pool_goes_on(pool: Pool) -> None:
