@@ -33,7 +33,7 @@ CHECKPOINT_TOKENS = 32
 #: enough tokens for an idle machine to be in the middle of them when an update comes
 LONG = 900
 #: and of several updates, one worker after the other
-LONGER = 1800
+LONGER = 1400
 PROMPTS = [[1, 5 + i, 20 + i, 7] for i in range(32)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
 
@@ -309,6 +309,8 @@ def _recomputed(pool: Pool, rollout: Rollout) -> dict[int, NDArray[np.float32]]:
 def _error(
     rollout: Rollout, under: dict[int, NDArray[np.float32]], labels: NDArray[np.int32]
 ) -> float:
-    """Largest difference to the logprobs of the versions that the labels say."""
+    """Largest difference to the logprobs of the versions that the labels say; of an unlikely
+    token, whose float32 value is as much coarser, relative to its logprob."""
     expected = np.array([under[label][at] for at, label in enumerate(labels.tolist())])
-    return float(np.abs(expected - rollout.response_logprobs).max())
+    differences = np.abs(expected - rollout.response_logprobs)
+    return float((differences / np.maximum(1, np.abs(expected))).max())
