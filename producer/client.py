@@ -25,12 +25,12 @@ from producer.contract.states import StalenessPolicy, UpdatePolicy
 from producer.inbox import Inbox
 from producer.operations import Operations
 from producer.outbox import Outbox
-from producer.pipeline import read_all
+from producer.pipeline import read_all, read_status
 from producer.progress import Progress
 from producer.prompts import Prompt
 from producer.publish import Publisher, Workers
 from producer.results import build_rollout, sample_commands
-from producer.status import Status, build_status, status_commands, texts, worker_commands
+from producer.status import Status, texts
 from producer.steps import finish, items
 from producer.tending import Tending
 
@@ -365,10 +365,7 @@ class RolloutClient:
 
     def status(self) -> Status:
         """Counts, weight versions, workers and counters at this moment."""
-        keys = self._queue.keys
-        replies = read_all(self._queue, status_commands(keys))
-        workers = read_all(self._queue, worker_commands(keys, replies[-1]))
-        return build_status(replies, workers)
+        return read_status(self._queue)
 
     def config(self) -> dict[str, str]:
         """The queue's schema version, incarnation and limits."""

@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -25,7 +25,7 @@ from producer.contract.keys import TRAINER_GROUP, check_group_id
 from producer.contract.messages import RolloutGroup
 from producer.contract.namesakes import Namesakes
 from producer.contract.scripts import Argument
-from producer.pipeline import read_all
+from producer.pipeline import pieces, read_all
 from producer.results import build_group, group_commands
 
 #: ids that are remembered as taken, in case Redis comes back with an older state
@@ -186,7 +186,7 @@ class Inbox:
         graded: it is not in hand any more, and comes again when it has.
         """
         groups = []
-        for piece in _pieces(entries, 32):
+        for piece in pieces(entries, 32):
             commands = [group_commands(self._queue.keys, g, size) for _, g, size in piece]
             replies = iter(read_all(self._queue, [c for cs in commands for c in cs]))
             for (entry, group_id, _), own in zip(piece, commands, strict=True):
@@ -278,11 +278,6 @@ class Inbox:
             # The reply may be lost with entries in it: they are pending now.
             self._behind = True
             raise
-
-
-def _pieces(items: Sequence[Entry], size: int) -> Iterator[Sequence[Entry]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def _entries(reply: Any) -> list[Entry]:

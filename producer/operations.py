@@ -13,15 +13,15 @@ from typing import Any
 
 from producer import partials
 from producer.batch import Batch
-from producer.contract.connection import Queue, split
+from producer.contract.connection import Queue
 from producer.contract.errors import InvalidSample
-from producer.contract.keys import split_sample_id
 from producer.contract.messages import Job, Rollout, RolloutGroup
 from producer.contract.sampling import SamplingParams
 from producer.generate import generate
 from producer.inbox import Inbox
 from producer.intake import Intake
 from producer.outbox import Outbox
+from producer.pipeline import cancel
 from producer.progress import Progress, reporting, size_of
 from producer.prompts import make_jobs
 from producer.publish import Publisher, Workers, check_wait
@@ -147,10 +147,7 @@ class Operations:
             ids = yield from partials.matching(self._queue, self._outbox, ids, where, older_than)
         elif ids is None:
             raise InvalidSample("cancel needs ids, where= or older_than=: what is to be cancelled?")
-        items = [
-            (group, "" if index is None else index) for group, index in map(split_sample_id, ids)
-        ]
-        return sum(sum(self._queue.call("cancel", p, reason=reason)) for p in split(items))
+        return cancel(self._queue, ids, reason)
 
     # weights
 

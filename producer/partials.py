@@ -17,7 +17,7 @@ from producer.contract.keys import sample_id, split_sample_id
 from producer.contract.messages import Rollout
 from producer.contract.states import State
 from producer.outbox import Outbox
-from producer.pipeline import read_all
+from producer.pipeline import before_ms, pieces, read_all
 from producer.results import build_rollout, sample_commands
 from producer.steps import Steps, Stream, Wait
 
@@ -51,13 +51,13 @@ def watch(
         samples = _samples(outbox, chosen)
         shown = {sample: shown[sample] for sample in samples if sample in shown}
         going_on = False
-        for piece in _pieces(samples, _MARKS_A_READ):
+        for piece in pieces(samples, _MARKS_A_READ):
             marks = _marks(queue, piece)
             going_on |= any(not m.ended for m in marks)
             changed = [
                 m.id for m in marks if m.here and (m.tokens, m.ended) != shown.get(m.id, (0, False))
             ]
-            for few in _pieces(changed, _SAMPLES_A_READ):
+            for few in pieces(changed, _SAMPLES_A_READ):
                 for rollout in _read(queue, few):
                     shown[rollout.id] = len(rollout.response_ids), rollout.state.terminal
                     yield rollout
@@ -77,15 +77,14 @@ def matching(
     """Ids of the outstanding samples that have not ended and that the filters choose."""
     chosen = _chosen(ids)
     found: list[str] = []
-    for piece in _pieces(_samples(outbox, chosen), _MARKS_A_READ):
-        [(seconds, micros)] = read_all(queue, [("TIME",)])
-        newest = (float(seconds) - (older_than or 0.0)) * 1000 + float(micros) / 1000
+    for piece in pieces(_samples(outbox, chosen), _MARKS_A_READ):
+        newest = before_ms(queue, older_than or 0.0)
         live = [
             m.id
             for m in _marks(queue, piece)
             if m.here and not m.ended and (older_than is None or m.enqueued_ms <= newest)
         ]
-        for few in _pieces(live, _SAMPLES_A_READ):
+        for few in pieces(live, _SAMPLES_A_READ):
             found += few if where is None else [r.id for r in _read(queue, few) if where(r)]
             yield Wait()
     return found
@@ -141,8 +140,3 @@ def _read(queue: Queue, samples: Sequence[str]) -> Iterator[Rollout]:
     for sample, fields, chunks in zip(samples, own, own, strict=True):
         if fields and group_fields[groups[sample]]:
             yield build_rollout(sample, group_fields[groups[sample]], fields, chunks)
-
-
-def _pieces(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

@@ -1,11 +1,15 @@
-"""Many reads in one round trip, retried as a whole."""
+"""Many reads in one round trip, retried as a whole; and what clients and commands do with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from producer.contract.connection import Queue
+from producer.contract.connection import Queue, split
+from producer.contract.keys import split_sample_id
+from producer.status import Status, build_status, status_commands, worker_commands
+
+T = TypeVar("T")
 
 
 def read_all(queue: Queue, commands: Sequence[tuple[str, ...]]) -> list[Any]:
@@ -19,3 +23,26 @@ def read_all(queue: Queue, commands: Sequence[tuple[str, ...]]) -> list[Any]:
 
     replies: list[Any] = queue.retrying(attempt) if commands else []
     return replies
+
+
+def pieces(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def read_status(queue: Queue) -> Status:
+    """A queue at this moment, in two round trips."""
+    replies = read_all(queue, status_commands(queue.keys))
+    return build_status(replies, read_all(queue, worker_commands(queue.keys, replies[-1])))
+
+
+def before_ms(queue: Queue, age: float) -> float:
+    """Milliseconds by Redis's clock, `age` seconds ago."""
+    [(seconds, micros)] = read_all(queue, [("TIME",)])
+    return (float(seconds) - age) * 1000 + float(micros) / 1000
+
+
+def cancel(queue: Queue, ids: Iterable[str], reason: str) -> int:
+    """Cancel groups and samples; returns how many samples were not terminal yet."""
+    items = [(g, "" if index is None else index) for g, index in map(split_sample_id, ids)]
+    return sum(sum(queue.call("cancel", piece, reason=reason)) for piece in split(items))

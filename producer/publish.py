@@ -160,13 +160,8 @@ def prepare(
 
 def check_wait(wait: Workers | None) -> None:
     """Raises WeightsError: neither None, "all" nor a number of workers."""
-    if wait is None or wait == "all":
+    if wait is None or wait == "all" or _count(wait):
         return
-    try:
-        if not isinstance(wait, bool) and operator.index(wait) > 0:
-            return
-    except TypeError:
-        pass
     raise WeightsError(f"wait={wait!r} must be a number of workers from 1, or 'all'")
 
 
@@ -245,12 +240,17 @@ def _most(max_updating: float | None) -> str:
         return _HALF
     if isinstance(max_updating, float) and 0 < max_updating <= 1:
         return f"{100 * max_updating:.10g}%"
-    try:
-        if not isinstance(max_updating, bool) and operator.index(max_updating) > 0:  # type: ignore[arg-type]
-            return str(operator.index(max_updating))  # type: ignore[arg-type]
-    except TypeError:
-        pass
+    if count := _count(max_updating):
+        return str(count)
     raise WeightsError(
         f"max_updating={max_updating!r} must be a number of workers from 1, or a share of them: "
         "a float above 0, up to 1.0 for all at once"
     )
+
+
+def _count(workers: Any) -> int:
+    """A number of workers from 1; 0 for what is none."""
+    try:
+        return 0 if isinstance(workers, bool) else max(0, operator.index(workers))
+    except TypeError:
+        return 0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import click
 
-#: name -> (figure's format, what it is)
+#: name -> value
 Figures = Mapping[str, float]
 
 

@@ -1,7 +1,6 @@
 """`rollq bench interrupt`: hand back everything in flight, and claim it again.
 
-Through the scripts that a worker sends at a weight update, with the partial responses read back;
-against RQ's own calls for the same, requeueing started jobs.
+Through the scripts that a worker sends at a weight update, with the partial responses read back.
 """
 
 from __future__ import annotations

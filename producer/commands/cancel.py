@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -56,15 +56,18 @@ def cancel(
 
     Exit code 1 where none of IDS was there to be cancelled.
     """
+    from producer.pipeline import before_ms
+    from producer.pipeline import cancel as cancel_ids
+
     given = bool(ids) + everything + (older_than is not None)
     if given != 1:
         raise click.UsageError("give IDS, or --all, or --older-than")
     with existing(url, queue) as target:
         if ids:
             wanted = list(ids)
-            ended = 0 if dry_run else _cancel(target, wanted, reason)
+            ended = 0 if dry_run else cancel_ids(target, wanted, reason)
         else:
-            before = _before(target, older_than or 0.0)
+            before = before_ms(target, older_than or 0.0)
             wanted = list(dict.fromkeys(_groups(target, before)))
             if not _sure(wanted, queue, dry_run or yes):
                 raise click.ClickException("nothing was cancelled")
@@ -87,31 +90,18 @@ def _sure(wanted: list[str], queue: str, decided: bool) -> bool:
     return click.confirm(f"Cancel {counted(len(wanted), 'group')} of the queue {queue}?", err=True)
 
 
-def _cancel(queue: Queue, ids: Iterable[str], reason: str) -> int:
-    from producer.contract.connection import split
-
-    items = [(g, "" if index is None else index) for g, index in map(split_sample_id, ids)]
-    return sum(sum(queue.call("cancel", piece, reason=reason)) for piece in split(items))
-
-
 def _cancel_all(queue: Queue, wanted: list[str], before: float, reason: str) -> int:
     """Also those that were missed, because workers claimed or handed back while we read."""
+    from producer.pipeline import cancel as cancel_ids
+
     ended = 0
     found = wanted
     while found:
-        ended += _cancel(queue, found, reason)
+        ended += cancel_ids(queue, found, reason)
         known = set(wanted)
         found = [g for g in dict.fromkeys(_groups(queue, before)) if g not in known]
         wanted += found
     return ended
-
-
-def _before(queue: Queue, age: float) -> float:
-    """Milliseconds, by Redis's clock."""
-    from producer.pipeline import read_all
-
-    [(seconds, micros)] = read_all(queue, [("TIME",)])
-    return (float(seconds) - age) * 1000 + float(micros) / 1000
 
 
 def _groups(queue: Queue, before: float) -> Iterator[str]:

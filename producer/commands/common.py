@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from producer.contract.errors import QueueUnusable
-from producer.status import Status, build_status, status_commands, worker_commands
+from producer.status import Status
 
 if TYPE_CHECKING:
     from producer.contract.connection import Queue
@@ -77,10 +77,9 @@ def existing(url: str, queue: str) -> Iterator[Queue]:
 
 def read_status(queue: Queue) -> Status:
     """Raises QueueUnusable where nobody made the queue yet."""
-    from producer.pipeline import read_all
+    from producer import pipeline
 
-    replies = read_all(queue, status_commands(queue.keys))
-    status = build_status(replies, read_all(queue, worker_commands(queue.keys, replies[-1])))
+    status = pipeline.read_status(queue)
     _must_exist(queue, status.config)
     return status
 

@@ -11,8 +11,7 @@ from producer.commands.common import counted
 from producer.commands.doctor import Check, Checks, guarded
 from producer.contract.errors import QueueUnusable
 from producer.contract.url import redact
-from producer.pipeline import read_all
-from producer.status import build_status, status_commands, worker_commands
+from producer.pipeline import read_all, read_status
 
 if TYPE_CHECKING:
     from producer.contract.connection import Queue
@@ -217,8 +216,7 @@ def pool(queue: Queue, weights: dict[str, str]) -> Checks:
 
 def _pool(queue: Queue, weights: dict[str, str]) -> Checks:
     name = queue.keys.queue
-    replies = read_all(queue, status_commands(queue.keys))
-    status = build_status(replies, read_all(queue, worker_commands(queue.keys, replies[-1])))
+    status = read_status(queue)
     weights.update(status.weights)
     if not status.config:
         yield Check("queue", "warn", f"there is no queue {name!r} yet",
