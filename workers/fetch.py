@@ -11,7 +11,9 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from producer.contract import digest
 from producer.contract.errors import WeightsError, WeightsMissing
@@ -92,7 +94,7 @@ class Fetcher:
         finally:
             if not reading.done():
                 reading.cancel()
-                await asyncio.wait([reading])
+                await _outlast(reading)
         self._gave_way = reading.cancelled() or superseded()
         if not self._gave_way:
             return reading.result()
@@ -123,11 +125,23 @@ def _looked_at(root: Path, publication: Publication) -> tuple[Path, Manifest]:
     return directory, manifest
 
 
-async def _read(directory: Path, manifest: Manifest) -> None:
-    """Read all files in a process of its own and compare their digests; ends with the task."""
-    paths = [directory / name for name in manifest.files]
-    try:
-        process = await asyncio.create_subprocess_exec(
+async def _outlast(work: asyncio.Future[Any]) -> None:
+    """Wait for the end of `work`; a cancel that comes meanwhile, or several, is obeyed then."""
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+@contextlib.asynccontextmanager
+async def _reader(paths: Sequence[Path]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that reads files; it has ended when this is left. Raises OSError."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
             "-S",
@@ -136,18 +150,31 @@ async def _read(directory: Path, manifest: Manifest) -> None:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
+    )
+    try:
+        # A start that is cancelled in its middle leaves pipes behind.
+        await _outlast(starting)
+        yield starting.result()
+    finally:
+        if starting.exception() is None:
+            process = starting.result()
+            assert process.stdin is not None
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            process.stdin.close()
+
+
+async def _read(directory: Path, manifest: Manifest) -> None:
+    """Read all files in a process of its own and compare their digests; ends with the task."""
+    paths = [directory / name for name in manifest.files]
+    try:
+        async with _reader(paths) as process:
+            assert process.stdout is not None
+            output = await process.stdout.read()
+            code = await process.wait()
     except OSError as error:
         raise WeightsError(f"cannot start a process that reads {directory}: {error}") from error
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        output = await process.stdout.read()
-        code = await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        process.stdin.close()
     if code:
         raise WeightsError(f"the process that reads {directory} ended with {code}; see its log")
     found = dict(zip(paths, json.loads(output), strict=True))

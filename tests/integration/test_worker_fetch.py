@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -121,6 +123,39 @@ async def test_the_process_ends_with_its_worker(pool: Pool) -> None:
     assert await worker.drain() == 0
 
     await async_wait_until(lambda: not reader.is_running(), "it has ended")
+
+
+@pytest.mark.parametrize("moment", ["as it starts", "as it reads"])
+async def test_whoever_ends_a_reading_in_a_hurry_waits_for_its_process(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """A worker that ends cancels its tasks again and again; nothing of the process is left."""
+    started = asyncio.Event()
+    processes: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def starts(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+        started.set()
+        processes.append(await start(*command, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", starts)
+    worker = await pool.start(StepEngine())
+    (updating,) = [t for t in worker.worker._tasks if "Updater.run" in repr(t)]
+    pool.client.publish_weights(large(pool, _ENDLESS))
+    await started.wait()
+    if moment == "as it reads":
+        await reading()
+
+    while not updating.done():
+        updating.cancel()
+        await asyncio.sleep(0)
+
+    assert updating.cancelled()
+    assert [t for t in asyncio.all_tasks() if "/fetch.py" in repr(t)] == []
+    assert all(process.returncode is not None for process in processes)
+    processes.clear()
+    gc.collect()  # what was left open says so, which is an error here
 
 
 @contextmanager
