@@ -40,7 +40,8 @@ _ON_PATH = ("redis-server", "valkey-server")
 _LOG = "server.log"
 #: The kernel's limit on a socket's path is 108 bytes (104 on macOS) with the closing NUL.
 _MAX_SOCKET_PATH = 100
-_START_SECONDS = 10.0
+#: long: a busy machine may take ten to start a process, and one that fails says so by its end
+_START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
 
 #: Runs between fork and server: asks the kernel for a SIGTERM at the parent's death, and ends
@@ -334,12 +335,15 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _ping(path: Path) -> bytes | None:
-    """First bytes of the answer to PING, None where nothing listens."""
+    """First bytes of the answer to PING, b"" where who listens is too busy to answer soon, None
+    where nothing listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(1.0)
         try:
             client.connect(str(path))
             client.sendall(b"PING\r\n")
             return client.recv(64)
+        except TimeoutError:
+            return b""
         except OSError:
             return None

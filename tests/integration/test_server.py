@@ -124,6 +124,18 @@ def test_two_servers_cannot_share_a_directory(own_server: EmbeddedServer) -> Non
         assert client.ping()
 
 
+def test_nor_does_one_that_is_too_busy_to_answer_share_it(own_server: EmbeddedServer) -> None:
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RedisUnavailable, match=r"runs in .* already"):
+            start_embedded(own_server.directory)
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+
+    with redis.Redis.from_url(own_server.url) as client:
+        assert client.ping()
+
+
 @pytest.mark.parametrize("name", ["long-" * 40, "sp ace %41 'quoted' #1 ?x=y"])
 def test_any_directory_will_do(server_kind: Prefer, tmp_path: Path, name: str) -> None:
     directory = tmp_path / name
@@ -150,15 +162,25 @@ def test_a_server_that_does_not_answer_is_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mute = tmp_path / "redis-server"
-    mute.write_text("#!/bin/sh\necho $$\nexec /bin/sleep 60\n")
+    mute.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
     mute.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("producer.server._START_SECONDS", 0.5)
 
-    with pytest.raises(RedisUnavailable, match=r"did not answer within 0\.5 s") as raised:
+    spawned: list[int] = []
+    spawn = EmbeddedServer._spawn
+
+    def noted(server: EmbeddedServer) -> subprocess.Popen[bytes]:
+        process = spawn(server)
+        spawned.append(process.pid)
+        return process
+
+    monkeypatch.setattr(EmbeddedServer, "_spawn", noted)
+
+    with pytest.raises(RedisUnavailable, match=r"did not answer within 0\.5 s"):
         start_embedded()
 
-    pid = int(str(raised.value).splitlines()[-1])
+    (pid,) = spawned
     assert not is_alive(pid)
 
 
@@ -324,7 +346,7 @@ def test_a_forked_child_leaves_it_alone(own_server: EmbeddedServer, client: redi
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(10)  # a child that hangs in stop() must not stay
+        signal.alarm(60)  # a child that hangs in stop() must not stay
         own_server.stop()
         os._exit(0)
 
