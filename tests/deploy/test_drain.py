@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,8 +25,8 @@ import pytest
 from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.deploy.conftest import DEPLOY, tool
 from tests.integration.pool import QUEUE, ROOT, Pool, Process
-from tests.servers import require_server
-from tests.waiting import async_wait_until, wait_until
+from tests.servers import free_port, require_server
+from tests.waiting import DEADLINE_S, async_wait_until, wait_until
 from workers.engines.sim import SimEngine
 
 #: slow enough never to end by themselves, and each token is stored at once
@@ -111,7 +110,7 @@ async def busy(pool: Pool, count: int = 4) -> None:
             rollout = pool.client.peek(sample)
             return rollout is not None and len(rollout.response_ids) >= 3
 
-        await async_wait_until(stored, f"3 tokens of {sample} are stored", 30)
+        await async_wait_until(stored, f"3 tokens of {sample} are stored")
 
 
 async def handed_back(pool: Pool, count: int = 4) -> None:
@@ -154,7 +153,7 @@ def as_process_one(command: list[str]) -> list[str]:
 
 
 def status(port: int, path: str) -> int:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_S) as answer:
         code: int = answer.status
         return code
 
@@ -171,8 +170,7 @@ async def test_a_container_that_is_told_to_stop_hands_back(
 ) -> None:
     """Case 35, with the image's own command line as process 1."""
     command = as_process_one([*entry_point(stage), "worker", *ARGUMENTS])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     environment = worker_environment(pool) | {"ROLLQ_METRICS_PORT": str(port)}
     started.append(Started(command, tmp_path / "worker.log", environment))
     await busy(pool)
@@ -182,7 +180,7 @@ async def test_a_container_that_is_told_to_stop_hands_back(
 
     os.kill(started[0].child, signal.SIGTERM)
 
-    assert started[0].ended(40) == 0, started[0].log()
+    assert started[0].ended() == 0, started[0].log()
     await handed_back(pool)
 
 
@@ -196,11 +194,11 @@ def test_a_container_that_still_waits_for_redis_stops_too(
         "ROLLQ_REDIS_URL": f"unix://{tmp_path}/nobody.sock",
     }
     started.append(Started(command, tmp_path / "worker.log", environment))
-    wait_until(lambda: "Redis" in started[0].log(), "it says that it waits", 30)
+    wait_until(lambda: "Redis" in started[0].log(), "it says that it waits")
 
     os.kill(started[0].child, signal.SIGTERM)
 
-    assert started[0].ended(10) == 0
+    assert started[0].ended() == 0
 
 
 # systemd
@@ -303,7 +301,7 @@ async def test_slurm_near_the_limit_drains_and_runs_the_task_again(
     await async_wait_until(lambda: "drains" in job.log(), "its worker drains")
     job.send(signal.SIGTERM)
 
-    assert job.ended(40) == 0, job.log()
+    assert job.ended() == 0, job.log()
     assert slurm.requeued() == ["requeue 70_1"]
     await handed_back(pool)
 
@@ -315,7 +313,7 @@ async def test_slurm_cancelled_drains_and_does_not_come_back(pool: Pool, slurm: 
 
     job.send_group(signal.SIGTERM)
 
-    assert job.ended(40) == 0, job.log()
+    assert job.ended() == 0, job.log()
     assert slurm.requeued() == []
     await handed_back(pool)
 

@@ -30,23 +30,18 @@ from tests.integration.conftest import OpenPool
 from tests.integration.contract import Driver, job
 from tests.integration.pool import QUEUE, ROOT, Pool, Process, Processes
 from tests.integration.stepper import StepEngine, attempts
-from tests.waiting import async_wait_until, wait_until
+from tests.servers import free_port
+from tests.waiting import DEADLINE_S, async_wait_until, wait_until
 from workers.health import Health
 from workers.leases import LeaseThread
 
 Scrape = dict[tuple[str, ...], float]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def get(port: int, path: str) -> tuple[int, str]:
     """Blocks whoever calls it, an event loop too. Status 0: nobody listens."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_S) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -371,8 +366,8 @@ async def test_the_commands_serve_them(pool: Pool, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "producer.cli", "metrics", *options]
     exporter = Process(command, tmp_path / "exporter.log")
     try:
-        await async_wait_until(lambda: get(ports[0], "/readyz")[0] == 200, "worker is ready", 20)
-        await async_wait_until(lambda: get(ports[1], "/readyz")[0] == 200, "exporter is ready", 20)
+        await async_wait_until(lambda: get(ports[0], "/readyz")[0] == 200, "worker is ready")
+        await async_wait_until(lambda: get(ports[1], "/readyz")[0] == 200, "exporter is ready")
         pool.client.submit([[1, 2, 3]], SamplingParams(n=4, max_tokens=16))
         await pool.batch(1)
 
