@@ -1,6 +1,6 @@
-"""An engine that makes exactly as many tokens as a test allows, at the moment it allows them.
+"""Engines that make exactly as many tokens as a test allows, at the moment it allows them.
 
-Its tokens are those of the simulated model, so `sim_model.replay` says what an uninterrupted
+Their tokens are those of the simulated model, so `sim_model.replay` says what an uninterrupted
 engine would have made. Nothing here depends on time: between two calls of a test nothing moves
 but what the worker does.
 """
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.contract.errors import EngineDead, InvalidSample, WeightLoadError
+from tests.waiting import async_wait_until
 from workers.engines import sim_model
 from workers.engines.protocol import (
     EngineInfo,
@@ -26,8 +27,10 @@ from workers.engines.protocol import (
     Response,
     Stop,
 )
+from workers.engines.sim import SimEngine, SimSettings
 
 MODEL = sim_model.HashModel(512)
+_NEVER = 1e-9  # tokens a second
 
 #: says how many tokens a request makes by itself after its admission; None: all it asks for
 Plan = Callable[[EngineRequest], int | None]
@@ -258,6 +261,27 @@ class StepEngine:
     def _forget(self, live: _Live, reason: str) -> None:
         del self.live[live.request.request_id]
         self.ended.append((sample_of(live.request.request_id), reason))
+
+
+class SteppedSim(SimEngine):
+    """The simulated engine with its scheduler and its outputs, that steps when a test says so."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(SimSettings(token_rate=_NEVER, **settings))
+
+    async def in_engine(self, count: int) -> None:
+        await async_wait_until(lambda: len(self._batch.live) == count, f"{count} are in the engine")
+
+    def steps(self, count: int) -> None:
+        """Each makes a token of every sequence that runs; the first ones compute the prompts."""
+        for _ in range(count):
+            self._step()
+
+    async def go_on(self) -> None:
+        """Step until cancelled, others having their turns in between."""
+        while True:
+            self._step()
+            await asyncio.sleep(0)
 
 
 async def _outputs(live: _Live) -> AsyncIterator[EngineOutput]:

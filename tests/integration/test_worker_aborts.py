@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from producer import SamplingParams
 from producer.contract.states import State
 from tests.integration.conftest import OpenPool
 from tests.integration.pool import Pool, proved
-from tests.integration.stepper import StepEngine, attempts, sample_of
+from tests.integration.stepper import StepEngine, SteppedSim, attempts, sample_of
 from tests.waiting import async_wait_until
 from workers.engines import sim_model
 from workers.engines.protocol import EngineRequest
@@ -99,16 +101,20 @@ async def test_a_claimed_sample_stands_at_the_gate_until_the_update_is_through(
 
 async def test_a_preempted_sample_returns_its_tokens_once(pool: Pool) -> None:
     """Case 13: a cache of 64 tokens holds 29 tokens of both, so one waits with what it made."""
-    settings = SimSettings(max_model_len=64, kv_cache_tokens=64, token_rate=40, stream_interval=4)
-    worker = await pool.start(SimEngine(settings), reserve_tokens=1, checkpoint_tokens=4)
+    engine = SteppedSim(max_model_len=64, kv_cache_tokens=64, stream_interval=4)
+    worker = await pool.start(engine, reserve_tokens=1, checkpoint_tokens=4)
     pool.submit(2, max_tokens=60)
+    await engine.in_engine(2)
 
     def most_made() -> int:
         return max(len(r.response_ids) for i in range(2) if (r := pool.client.peek(f"g{i}/0")))
 
+    engine.steps(40)
     await async_wait_until(lambda: most_made() > 32, "one sample was preempted")
     await pool.update(worker)
+    going_on = asyncio.create_task(engine.go_on())
     rollouts = [g.rollouts[0] for g in await pool.groups(2)]
+    going_on.cancel()
 
     assert [r.attempts for r in rollouts] == [2, 2]
     assert [len(r.response_ids) for r in rollouts] == [60, 60]

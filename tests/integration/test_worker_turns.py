@@ -254,7 +254,6 @@ def processes(pool: Pool) -> Iterator[Processes]:
 
 async def test_the_turn_of_one_that_is_killed_goes_on(pool: Pool, processes: Processes) -> None:
     """Its heart beats no more, and so it is off the list."""
-    pool.new_client(consumer="1", limits={"worker_ttl_ms": 1000})
     victim = processes("victim", sim="load_seconds=600,token_rate=100")
     await async_wait_until(lambda: status_of(pool, "victim") == "serving", "it serves")
     pool.publish()
@@ -266,6 +265,8 @@ async def test_the_turn_of_one_that_is_killed_goes_on(pool: Pool, processes: Pro
     assert engine.loads == []
 
     victim.send(signal.SIGKILL)
+    # Not before: of those that live, some beat late on a busy machine.
+    pool.new_client(consumer="1", limits={"worker_ttl_ms": 3000})
     engine.plan = lambda r: None
 
     await pool.serving(1, survivor)
@@ -283,7 +284,7 @@ async def test_the_publisher_waits_for_all_that_live(pool: Pool) -> None:
     engines, workers = await two(pool)
     for engine in engines:
         engine.plan = lambda r: None
-    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all", timeout=20))
+    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all"))
     await first_and_other(workers)
     assert not publishing.done()
     for engine in engines:
@@ -299,7 +300,7 @@ async def test_the_publisher_does_not_wait_for_one_that_leaves(pool: Pool, drive
     worker = await pool.start(StepEngine(), name="a")
     await all_say_that_they_serve(pool)
     driver.send(heartbeat("idle"))
-    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all", timeout=10))
+    publishing = asyncio.create_task(asyncio.to_thread(pool.publish, wait="all"))
     await async_wait_until(lambda: worker.state.version == 1, "a serves it")
     assert not publishing.done()
 
@@ -315,7 +316,7 @@ async def test_the_publisher_hears_each_worker_s_reason(pool: Pool) -> None:
     for engine, words in zip(engines, ("no room", "no such tensor"), strict=True):
         engine.fail_loads = {1: words}
     with pytest.raises(WeightsRejected) as caught:
-        await asyncio.to_thread(pool.publish, wait="all", timeout=20)
+        await asyncio.to_thread(pool.publish, wait="all")
     for worker in workers:
         assert await worker.ended() == EXIT_FAILED
 
@@ -332,7 +333,7 @@ async def test_the_publisher_hears_who_failed_while_others_serve(pool: Pool) -> 
     await all_say_that_they_serve(pool)
 
     with pytest.raises(WeightsRejected) as caught:
-        await asyncio.to_thread(pool.publish, wait="all", timeout=20)
+        await asyncio.to_thread(pool.publish, wait="all")
     await pool.serving(1, a)
 
     path = mirror / pool.client.status().weights["1:path"] / "rollq-manifest.json"
@@ -340,6 +341,6 @@ async def test_the_publisher_hears_who_failed_while_others_serve(pool: Pool) -> 
     assert caught.value.reasons == {"b": reason}
     assert str(caught.value) == f"version 1 is on 1 workers and 1 could not load it: b: {reason}"
     # Where one is enough, one is enough.
-    assert await asyncio.to_thread(pool.publish, wait=1, timeout=20) == 2
+    assert await asyncio.to_thread(pool.publish, wait=1) == 2
     with pytest.raises(WeightsRejected, match="1 could not load it: b: "):
-        await asyncio.to_thread(pool.publish, wait=2, timeout=20)
+        await asyncio.to_thread(pool.publish, wait=2)

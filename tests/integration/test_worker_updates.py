@@ -15,9 +15,8 @@ from producer.contract.errors import ResultsTimeout
 from producer.contract.states import UpdatePolicy
 from tests.integration.contract import Driver
 from tests.integration.pool import Pool
-from tests.integration.stepper import StepEngine, attempts, sample_of
+from tests.integration.stepper import StepEngine, SteppedSim, attempts, sample_of
 from tests.waiting import async_wait_until
-from workers.engines.sim import SimEngine, SimSettings
 
 
 def runs(rollout: Rollout) -> list[tuple[int, int]]:
@@ -224,12 +223,15 @@ async def test_keep_goes_on_in_place(pool: Pool) -> None:
 
 async def test_keep_labels_each_token_of_one_output_with_its_own_version(pool: Pool) -> None:
     """The simulated engine collects tokens over the update before it gives them out."""
-    engine = SimEngine(SimSettings(token_rate=40, stream_interval=64))
+    engine = SteppedSim(stream_interval=64)
     worker = await pool.start(engine)
     pool.submit(max_tokens=50)
+    await engine.in_engine(1)
+    engine.steps(20)
     await pool.made(1)
 
     await pool.update(worker, policy=UpdatePolicy.KEEP)
+    engine.steps(50)
     rollout = await pool.one()
 
     assert [v for v, _ in runs(rollout)] == [0, 1]
