@@ -49,7 +49,7 @@ class Nursery:
         line = json.dumps({"kind": kind, "arguments": arguments, "log": str(log)})
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
-        return self._pids.get(timeout=30.0)
+        return self._pids.get(timeout=120.0)
 
     def close(self) -> None:
         """Ends every actor, too: each asked for a SIGKILL at the death of its parent."""

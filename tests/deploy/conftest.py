@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.waiting import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = ("dev", "prod", "keda", "prod-keda", "tensor-parallel", "multi-queue")
@@ -31,7 +33,7 @@ def tool(name: str) -> str:
 
 def checked(*command: str | Path) -> str:
     """Run a checker; what it found is the failure."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 

@@ -19,7 +19,7 @@ from producer.exporter import Exporter
 from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.integration.pool import QUEUE, Pool, Process
 from tests.integration.stepper import StepEngine
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 
 ROOT = Path(__file__).parents[2]
 LUA = ROOT / "producer" / "contract" / "lua"
@@ -140,7 +140,7 @@ async def test_trainer_and_worker_do_all_their_work_under_their_users(pool: Pool
     engine.plan = lambda r: None
     version = await pool.update(worker)
     await pool.groups(3)
-    pool.client.wait_for_version(version, timeout=5)
+    pool.client.wait_for_version(version, timeout=DEADLINE_S)
     text = pool.client.submit(["a text"])
     assert [g.id for g in await pool.groups(1)] == text
 
@@ -161,7 +161,7 @@ async def test_groups_are_graded_under_the_users(
         await pool.start(StepEngine(), name="a")
         for function in ("length", "raises"):
             pool.client.submit([[1]], reward=f"{FUNCTIONS}:{function}")
-            (group,) = await pool.batch(1, timeout=30)
+            (group,) = await pool.batch(1)
             group_error = "ValueError: no such answer" if function == "raises" else ""
             assert group.reward_error == group_error, rq.log()
             assert pool.client.ack([group]) == 1

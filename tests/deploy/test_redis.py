@@ -152,7 +152,7 @@ async def test_a_sample_takes_as_much_memory_as_operations_says(
         engine = SimEngine(SimSettings(stream_interval=16, max_model_len=4096))
         worker = await pool.start(engine, name="a", checkpoint_tokens=64)
         pool.client.submit([[5] * 10] * 64, SamplingParams(max_tokens=16))  # what is there once
-        await async_wait_until(lambda: pool.client.status().results == 64, "all are closed", 30)
+        await async_wait_until(lambda: pool.client.status().results == 64, "all are closed")
         assert await worker.drain() == 0
 
         def used() -> int:

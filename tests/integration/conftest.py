@@ -10,6 +10,7 @@ import pytest
 from producer.contract.connection import Queue
 from tests.integration.contract import Driver
 from tests.integration.pool import Pool
+from tests.waiting import DEADLINE_S
 
 OpenDriver = Callable[..., Driver]
 OpenPool = Callable[..., Pool]
@@ -21,7 +22,7 @@ def open_driver(redis_url: str) -> Iterator[OpenDriver]:
     opened: list[Queue] = []
 
     def open_one(**limits: int) -> Driver:
-        queue = Queue(redis_url, "q", limits=limits, patience=5.0)
+        queue = Queue(redis_url, "q", limits=limits, patience=DEADLINE_S)
         opened.append(queue)
         queue.open()
         return Driver(queue)

@@ -23,7 +23,7 @@ from producer.contract.errors import ResultsTimeout
 from producer.contract.states import State
 from producer.weights import write_checkpoint
 from tests.integration.stepper import MODEL, StepEngine
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 from workers.engines import sim_model
 from workers.engines.protocol import Engine
 from workers.settings import WorkerSettings
@@ -53,7 +53,7 @@ class Running:
 
     async def ended(self) -> int:
         """Its exit code, when it has ended by itself."""
-        return await asyncio.wait_for(asyncio.shield(self.task), 10)
+        return await asyncio.wait_for(asyncio.shield(self.task), DEADLINE_S)
 
     async def drain(self) -> int:
         """As a SIGTERM does."""
@@ -76,9 +76,8 @@ class Pool:
 
     def new_client(self, **options: Any) -> RolloutClient:
         """One more trainer; closed with the pool."""
-        client = RolloutClient(
-            self.url, QUEUE, weights_dir=self.weights_dir, patience=5.0, **options
-        )
+        options.setdefault("patience", DEADLINE_S)
+        client = RolloutClient(self.url, QUEUE, weights_dir=self.weights_dir, **options)
         self._clients.append(client)
         return client
 
@@ -101,7 +100,8 @@ class Pool:
             if not running.task.done():
                 running.state.stop.set()
                 running.state.free.set()
-        await asyncio.wait_for(asyncio.gather(*(r.task for r in self.workers.values())), 10)
+        tasks = [running.task for running in self.workers.values()]
+        await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
         for client in self._clients:
             client.close()
 
@@ -145,7 +145,7 @@ class Pool:
             ids=[f"g{i}" for i in range(count)],
         )
 
-    async def batch(self, groups: int = 1, *, timeout: float = 10.0) -> Batch:
+    async def batch(self, groups: int = 1, *, timeout: float = DEADLINE_S) -> Batch:
         try:
             return await asyncio.to_thread(self.client.batch, groups, timeout=timeout)
         except ResultsTimeout as error:
@@ -238,7 +238,7 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)
 
-    def ended(self, seconds: float = 15.0) -> int:
+    def ended(self, seconds: float = DEADLINE_S) -> int:
         """Its exit code."""
         return self._popen.wait(seconds)
 

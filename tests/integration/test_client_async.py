@@ -18,7 +18,7 @@ from tests.integration.conftest import OpenPool
 from tests.integration.contract import Driver
 from tests.integration.pool import QUEUE, Pool, proved_group
 from tests.integration.stepper import StepEngine, sample_of
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=8)
 @pytest.fixture
 async def client(pool: Pool) -> AsyncIterator[AsyncRolloutClient]:
     async with AsyncRolloutClient(
-        pool.url, QUEUE, weights_dir=pool.weights_dir, patience=5.0
+        pool.url, QUEUE, weights_dir=pool.weights_dir, patience=DEADLINE_S
     ) as opened:
         yield opened
 
@@ -47,7 +47,7 @@ async def read_by_trainer(driver: Driver, count: int) -> None:
 async def cancelled(task: asyncio.Task[Any]) -> None:
     """Cancel it; it ends although what it waited for does not come."""
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=5)
+    done, _ = await asyncio.wait([task], timeout=DEADLINE_S)
     assert done
     assert task.cancelled()
 
@@ -59,10 +59,10 @@ async def test_a_trainers_loop(pool: Pool, client: AsyncRolloutClient) -> None:
     worker = await pool.start(StepEngine())
     ids = await client.submit([[1, 2, 3]] * 5, SamplingParams(n=2, max_tokens=8))
     taken = []
-    async for batch in client.batches(2, timeout=10):
+    async for batch in client.batches(2, timeout=DEADLINE_S):
         taken += [proved_group(g).id for g in batch]
         version = await client.publish_weights(pool.files(), step=len(taken))
-        await client.wait_for_version(version, timeout=10)
+        await client.wait_for_version(version, timeout=DEADLINE_S)
 
     assert sorted(taken) == sorted(ids)
     assert worker.state.version == 3
@@ -75,7 +75,7 @@ async def test_a_batch_is_acked_by_hand(pool: Pool, client: AsyncRolloutClient) 
     await pool.start(StepEngine())
     await client.submit([[1, 2, 3]] * 2, PARAMS)
 
-    batch = await client.batch(2, timeout=10)
+    batch = await client.batch(2, timeout=DEADLINE_S)
     assert (await client.status()).results == 2
     assert await batch.ack() == 2
     assert (await client.status()).results == 0
@@ -153,7 +153,7 @@ async def test_prompts_may_come_asynchronously(pool: Pool, client: AsyncRolloutC
     ids = await client.submit(
         prompts_of(*([i % 500] for i in range(600))), PARAMS, ids=names, metadata=range(600)
     )
-    groups = [g async for batch in client.batches(100, timeout=10) for g in batch]
+    groups = [g async for batch in client.batches(100, timeout=DEADLINE_S) for g in batch]
 
     assert ids == names
     assert {g.id: g.metadata for g in groups} == {f"g{i}": i for i in range(600)}
@@ -211,7 +211,7 @@ async def test_a_full_queue_holds_up_the_submission_and_nothing_else(open_pool: 
         # With two results unacked nothing starts: it must take while it submits.
         taken = 0
         while taken < 20:
-            batch = await client.batch(2, timeout=10)
+            batch = await client.batch(2, timeout=DEADLINE_S)
             taken += await batch.ack()
 
         assert len(await submitting) == 20
@@ -232,7 +232,7 @@ async def test_a_cancelled_wait_loses_nothing(
     await cancelled(waiting)
     engine.allow(5)
 
-    batch = await client.batch(2, timeout=10)
+    batch = await client.batch(2, timeout=DEADLINE_S)
     assert [proved_group(g).id for g in batch] == ["g0", "g1"]
 
 
@@ -256,7 +256,7 @@ async def test_a_cancelled_loop_over_batches_loses_nothing(
     await cancelled(looping)
     engine.allow(5)
 
-    rest = await client.batch(2, timeout=10)
+    rest = await client.batch(2, timeout=DEADLINE_S)
     assert sorted([*taken, *(g.id for g in rest)]) == ["g0", "g1", "g2", "g3"]
 
 
@@ -269,9 +269,9 @@ async def test_what_arrives_when_nobody_waits_any_more_comes_again(
     has_it, go_on = threading.Event(), threading.Event()
 
     def steps(blocking: RolloutClient) -> Steps[Batch]:
-        batch = yield from blocking.operations.batch(1, timeout=10, follow=False)
+        batch = yield from blocking.operations.batch(1, timeout=DEADLINE_S, follow=False)
         has_it.set()
-        go_on.wait(10)
+        go_on.wait(DEADLINE_S)
         return batch
 
     waiting = asyncio.create_task(client._thread.finish(steps))
@@ -279,7 +279,7 @@ async def test_what_arrives_when_nobody_waits_any_more_comes_again(
     await cancelled(waiting)
     go_on.set()
 
-    assert [g.id for g in await client.batch(1, timeout=10)] == ["g0"]
+    assert [g.id for g in await client.batch(1, timeout=DEADLINE_S)] == ["g0"]
 
 
 async def test_a_generation_that_is_cancelled_leaves_its_groups(
@@ -293,7 +293,7 @@ async def test_a_generation_that_is_cancelled_leaves_its_groups(
     await cancelled(generating)
     engine.allow(5)
 
-    assert sorted(g.id for g in await client.batch(2, timeout=10)) == ["a", "b"]
+    assert sorted(g.id for g in await client.batch(2, timeout=DEADLINE_S)) == ["a", "b"]
 
 
 async def test_rollouts_that_were_not_reached_come_again(

@@ -13,7 +13,7 @@ from producer.contract.errors import InvalidSample
 from tests.integration.conftest import OpenPool
 from tests.integration.pool import Pool, proved, proved_group
 from tests.integration.stepper import StepEngine, sample_of
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -69,6 +69,9 @@ async def test_what_belongs_to_others_comes_with_later_batches(pool: Pool) -> No
 async def test_one_that_is_given_up_leaves_its_groups_to_later_batches(pool: Pool) -> None:
     engine = waiting_for("b")
     await pool.start(engine)
+    pool.client.submit([[1], [2]], PARAMS, ids=["a", "b"])
+    await async_wait_until(lambda: pool.client.status().results == 1, "a is closed")
+    await pool.in_engine(engine, 1)
     with pytest.raises(ResultsTimeout, match=r"1 of 2 groups closed.*1 are with workers"):
         await asyncio.to_thread(
             pool.client.generate, [[1], [2]], PARAMS, ids=["a", "b"], timeout=0.5
@@ -85,10 +88,11 @@ async def test_a_restarted_trainer_gets_what_was_made_before(pool: Pool) -> None
     with pytest.raises(ResultsTimeout):
         await asyncio.to_thread(first.generate, [[1], [2]], PARAMS, ids=["a", "b"], timeout=0.5)
     first.close()
+    await pool.in_engine(engine, 1)
     engine.allow(5)
 
     batch = await asyncio.to_thread(
-        pool.new_client().generate, [[1], [2]], PARAMS, ids=["a", "b"], timeout=10
+        pool.new_client().generate, [[1], [2]], PARAMS, ids=["a", "b"], timeout=DEADLINE_S
     )
 
     assert [g.id for g in batch] == ["a", "b"]
@@ -103,7 +107,7 @@ async def test_what_somebody_else_took_is_an_error_and_not_a_wait(pool: Pool) ->
 
     def again() -> None:
         prompts = [[1, 2, 3], [1, 2, 3]]
-        pool.client.generate(prompts, PARAMS, ids=["g0", "g1"], timeout=10)
+        pool.client.generate(prompts, PARAMS, ids=["g0", "g1"], timeout=DEADLINE_S)
 
     with pytest.raises(ResultsTaken, match=r"group g0 and 1 more .* 2 by consumer other"):
         await asyncio.to_thread(again)
@@ -119,7 +123,7 @@ async def test_results_that_leave_no_room_are_an_error_and_not_a_wait(open_pool:
     await async_wait_until(lambda: pool.client.status().results == 2, "both are closed")
 
     with pytest.raises(QueueFull, match=r"1 groups cannot start: max_results=2"):
-        await asyncio.to_thread(pool.client.generate, "x", PARAMS, ids=["new"], timeout=10)
+        await asyncio.to_thread(pool.client.generate, "x", PARAMS, ids=["new"], timeout=DEADLINE_S)
     with pytest.raises(InvalidSample, match=r"groups=1 and 2 unacked .* max_results=2"):
         pool.client.generate("y", PARAMS)
     assert sorted(g.id for g in await pool.groups(2)) == ["g0", "g1"]
@@ -135,7 +139,12 @@ async def test_nor_do_they_hold_up_what_waits_for_room(open_pool: OpenPool) -> N
 
     with pytest.raises(QueueFull, match="groups cannot start: max_results=2"):
         await asyncio.to_thread(
-            pool.client.generate, [[1], [2]], PARAMS, ids=["a", "b"], timeout=3, progress=False
+            pool.client.generate,
+            [[1], [2]],
+            PARAMS,
+            ids=["a", "b"],
+            timeout=DEADLINE_S,
+            progress=False,
         )
 
     assert {g.id for g in await pool.groups(2)} == {"g0", "g1"}
@@ -170,7 +179,7 @@ async def test_a_batch_knows_the_pools_version(pool: Pool) -> None:
 
 def first(client: RolloutClient, count: int) -> list[str]:
     """Ids of the first rollouts; then the iterator is left."""
-    rollouts = client.rollouts(timeout=10)
+    rollouts = client.rollouts(timeout=DEADLINE_S)
     ids = [next(rollouts).id for _ in range(count)]
     del rollouts
     return ids

@@ -12,6 +12,7 @@ from producer.contract.errors import InvalidSample
 from producer.contract.states import State
 from tests.integration.pool import Pool, proved
 from tests.integration.stepper import StepEngine, sample_of
+from tests.waiting import DEADLINE_S
 
 
 def three_tokens_each() -> StepEngine:
@@ -20,7 +21,7 @@ def three_tokens_each() -> StepEngine:
 
 async def after(growing: Iterator[Rollout]) -> tuple[str, int, State]:
     """The next one: its id, tokens and state."""
-    rollout = await asyncio.wait_for(asyncio.to_thread(next, growing), 10)
+    rollout = await asyncio.wait_for(asyncio.to_thread(next, growing), DEADLINE_S)
     proved(rollout)
     return rollout.id, len(rollout.response_ids), rollout.state
 

@@ -16,7 +16,7 @@ from tests.integration.contract import Driver
 from tests.integration.pool import Pool, proved, proved_group
 from tests.integration.stepper import StepEngine, sample_of
 from tests.proxy import Proxy
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 
 
 def one_index(index: int, tokens: int) -> StepEngine:
@@ -229,6 +229,7 @@ async def test_what_closed_before_a_time_out_stays_for_the_next_call(pool: Pool)
     await pool.start(engine)
     pool.submit(2)
     await pool.made(3, "g1/0")
+    await async_wait_until(lambda: pool.client.status().results == 1, "g0 is closed")
 
     with pytest.raises(ResultsTimeout, match=r"1 of 2 groups closed.*1 are with workers"):
         await pool.batch(2, timeout=0.1)
@@ -241,7 +242,9 @@ async def test_manual_acks_may_come_late_and_in_any_order(pool: Pool) -> None:
     await pool.start(StepEngine())
     pool.submit(4)
     batches = list(
-        await asyncio.to_thread(lambda: list(pool.client.batches(1, ack="manual", timeout=10)))
+        await asyncio.to_thread(
+            lambda: list(pool.client.batches(1, ack="manual", timeout=DEADLINE_S))
+        )
     )
 
     assert [len(b) for b in batches] == [1, 1, 1, 1]

@@ -18,7 +18,7 @@ from producer.contract.sampling import SamplingParams
 from tests.integration.commands import Rollq, write_lines
 from tests.integration.conftest import OpenDriver
 from tests.integration.contract import Driver, ack
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -249,7 +249,7 @@ def test_it_waits_for_room_and_counts_each_group_once(
     try:
         wait_until(lambda: "small/0" in driver.ready(), "the small one found room")
         assert len(driver.claim()) == 3
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
 

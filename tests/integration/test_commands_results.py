@@ -231,7 +231,7 @@ def test_killed_again_and_again_while_groups_close_it_loses_and_doubles_none(
             for _ in range(10):
                 closed.append(next(names))
                 close_groups(driver, closed[-1])
-            wait_until(partial(written, sink, 16 * round_), "some are written", 30)
+            wait_until(partial(written, sink, 16 * round_), "some are written")
         finally:
             process.kill()
             process.wait()
@@ -280,7 +280,7 @@ def test_a_reader_that_leaves_is_no_error_to_talk_about(
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline()
-        wait_until(lambda: driver.results() == [], "it acked what was read", 20)
+        wait_until(lambda: driver.results() == [], "it acked what was read")
         process.stdout.close()
         close_groups(driver, "b")
         words = process.stderr.read()
@@ -325,7 +325,7 @@ def test_a_file_with_other_lines_is_left_alone(
 @pytest.fixture
 def follower(rollq: Rollq, sink: Sink) -> Iterator[Callable[[], None]]:
     process = rollq.start("results", "--follow", *sink.arguments)
-    yield lambda: wait_until(sink.path.exists, "it writes", 20)
+    yield lambda: wait_until(sink.path.exists, "it writes")
     process.kill()
     process.wait()
 
@@ -335,13 +335,13 @@ def test_two_do_not_write_to_one_file(
 ) -> None:
     follower()
     lock = sink.path / ".lock" if sink.kind == "parquet" else sink.path
-    wait_until(lock.exists, "it has its lock", 20)
+    wait_until(lock.exists, "it has its lock")
 
     def refused() -> bool:
         result = rollq("results", *sink.arguments)
         return "is being written by another `rollq results`" in result.stderr
 
-    wait_until(refused, "the second is refused", 20)
+    wait_until(refused, "the second is refused")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.integration.commands import Rollq
 from tests.integration.contract import Driver, confirm, job, publish
 from tests.integration.pool import QUEUE, ROOT, Pool
 from tests.integration.stepper import StepEngine, sample_of
-from tests.waiting import async_wait_until, wait_until
+from tests.waiting import DEADLINE_S, async_wait_until, wait_until
 
 README = (ROOT / "README.md").read_text()
 
@@ -182,7 +182,7 @@ def redis_cli(url: str, words: list[str]) -> list[str]:
     """What redis-cli prints into a pipe; where it is missing, the same by a connection."""
     if shutil.which("redis-cli"):
         command = ["redis-cli", "-s", unquote(urlsplit(url).path), *words]
-        out = subprocess.run(command, capture_output=True, check=True, timeout=20).stdout
+        out = subprocess.run(command, capture_output=True, check=True, timeout=DEADLINE_S).stdout
         return out.decode().removesuffix("\n").split("\n")
     with redis.Redis.from_url(url, protocol=2) as client:
         client.response_callbacks.clear()
@@ -265,7 +265,7 @@ def test_status_watches_until_ctrl_c(driver: Driver) -> None:
         while seen[-1] != 3:
             seen.append(json.loads(process.stdout.readline())["ready"])
         process.send_signal(2)
-        process.communicate(timeout=20)
+        process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
 
@@ -311,13 +311,13 @@ def test_top_on_a_terminal_takes_keys(driver: Driver) -> None:
         return text in shown
 
     try:
-        wait_until(lambda: shows(b"WORKER*"), "it is sorted by name", 20)
+        wait_until(lambda: shows(b"WORKER*"), "it is sorted by name")
         os.write(ours, b"t")
-        wait_until(lambda: shows(b"TOKENS/S*"), "it is sorted by tokens/s", 20)
+        wait_until(lambda: shows(b"TOKENS/S*"), "it is sorted by tokens/s")
         os.write(ours, b"\x1b[A")
         os.write(ours, b"q")
-        wait_until(lambda: shows(b"\x1b[?1049l"), "it leaves the screen", 20)
-        assert process.wait(20) == 0
+        wait_until(lambda: shows(b"\x1b[?1049l"), "it leaves the screen")
+        assert process.wait(DEADLINE_S) == 0
     finally:
         process.kill()
         os.close(ours)

@@ -20,12 +20,12 @@ from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.integration import contract
 from tests.integration.contract import Driver, job
 from tests.proxy import Proxy
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 
 
 @pytest.fixture
 async def queue(own_server: EmbeddedServer) -> AsyncIterator[AsyncQueue]:
-    queue = AsyncQueue(own_server.url, "q", patience=30.0)
+    queue = AsyncQueue(own_server.url, "q", patience=DEADLINE_S)
     await queue.open()
     yield queue
     await queue.close()
@@ -120,7 +120,10 @@ async def test_what_is_no_redis_is_refused() -> None:
 
     async with await asyncio.start_server(page, "127.0.0.1") as server:
         where = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        queue, twin = Queue(where, "q", patience=5.0), AsyncQueue(where, "q", patience=5.0)
+        queue, twin = (
+            Queue(where, "q", patience=DEADLINE_S),
+            AsyncQueue(where, "q", patience=DEADLINE_S),
+        )
         with pytest.raises(QueueUnusable, match="is this the port of a Redis"):
             await asyncio.to_thread(queue.open)
         with pytest.raises(QueueUnusable, match="is this the port of a Redis"):
@@ -133,7 +136,7 @@ def test_setting_up_a_queue_again_survives_a_lost_reply(driver: Driver, tmp_path
     for name in ("configure", "reap"):
         driver.redis.script_load(SCRIPTS[name].source)
     with Proxy(driver.queue.url, tmp_path) as proxy:
-        queue = Queue(proxy.url, "q", patience=10.0)
+        queue = Queue(proxy.url, "q", patience=DEADLINE_S)
         queue.redis.ping()
         driver.redis.flushall()
 

@@ -17,7 +17,7 @@ import redis
 from producer import processes
 from producer.contract.errors import EngineError
 from producer.processes import WorkerProcesses, log_tail
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 StartDemo = Callable[..., subprocess.Popen[str]]
 
@@ -42,7 +42,7 @@ def start_demo(tmp_path: Path) -> Iterator[StartDemo]:
     for demo in started:
         if demo.poll() is None:
             demo.terminate()
-        demo.communicate(timeout=60)
+        demo.communicate(timeout=DEADLINE_S)
 
 
 def processes_of(directory: Path) -> list[int]:
@@ -59,17 +59,22 @@ def processes_of(directory: Path) -> list[int]:
     return found
 
 
+def workers_of(directory: Path) -> list[int]:
+    """Without the demo, and without what a worker reads weights with."""
+    return [
+        pid
+        for pid in processes_of(directory)
+        if b"\0worker\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
 def published(directory: Path) -> set[str]:
     """Names of the weights that lie there now; old ones are cleaned up."""
     return {path.name for path in directory.glob("weights/*/step*")}
 
 
 def until_it_trains(demo: subprocess.Popen[str], directory: Path) -> None:
-    wait_until(
-        lambda: demo.poll() is not None or published(directory),
-        "weights were published",
-        30.0,
-    )
+    wait_until(lambda: demo.poll() is not None or published(directory), "weights were published")
     assert demo.poll() is None, demo.communicate()
 
 
@@ -81,7 +86,7 @@ def test_demo_passes_its_audit_and_prints_one_json_document(
     start_demo: StartDemo, tmp_path: Path
 ) -> None:
     demo = start_demo("--steps", "6", "--json")
-    stdout, stderr = demo.communicate(timeout=60)
+    stdout, stderr = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 0, stderr
     report = json.loads(stdout)
     assert report["audit_ok"]
@@ -104,7 +109,7 @@ def test_demo_leaves_nothing_behind_when_it_is_stopped(
     until_it_trains(demo, tmp_path)
     assert len(processes_of(tmp_path)) >= 3
     demo.send_signal(number)
-    stdout, _ = demo.communicate(timeout=30)
+    stdout, _ = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode != 0
     assert processes_of(tmp_path) == []
     assert not socket_directory(stdout).exists()
@@ -116,7 +121,7 @@ def test_workers_end_with_a_demo_that_is_killed(start_demo: StartDemo, tmp_path:
     until_it_trains(demo, tmp_path)
     demo.kill()
     stdout, _ = demo.communicate()
-    wait_until(lambda: not processes_of(tmp_path), "the workers have ended", 45.0)
+    wait_until(lambda: not processes_of(tmp_path), "the workers have ended")
     shutil.rmtree(socket_directory(stdout))  # a killed owner cannot
 
 
@@ -125,16 +130,11 @@ def test_demo_goes_on_when_one_worker_is_killed_and_says_so(
 ) -> None:
     demo = start_demo("--steps", "1000")
     until_it_trains(demo, tmp_path)
-    workers = [pid for pid in processes_of(tmp_path) if pid != demo.pid]
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(workers_of(tmp_path)[0], signal.SIGKILL)
     then = published(tmp_path)
-    wait_until(
-        lambda: len(published(tmp_path) - then) >= 10,
-        "ten more steps were made",
-        60.0,
-    )
+    wait_until(lambda: len(published(tmp_path) - then) >= 10, "ten more steps were made")
     demo.send_signal(signal.SIGINT)
-    stdout, _ = demo.communicate(timeout=30)
+    stdout, _ = demo.communicate(timeout=DEADLINE_S)
     assert "was ended by signal 9" in stdout
 
 
@@ -142,7 +142,7 @@ def test_demo_on_a_given_redis_takes_a_queue_of_its_own(
     start_demo: StartDemo, tmp_path: Path, redis_client: redis.Redis, redis_url: str
 ) -> None:
     demo = start_demo("--steps", "2", "--workers", "1", "--json", "--redis", redis_url)
-    stdout, stderr = demo.communicate(timeout=60)
+    stdout, stderr = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 0, stderr
     queue = json.loads(stdout)["look"][0].partition("rollq:{")[2].partition("}")[0]
     assert queue.startswith("demo-")
@@ -157,11 +157,11 @@ def test_a_second_demo_in_the_same_directory_is_refused(
     first = start_demo("--steps", "1000")
     until_it_trains(first, tmp_path)
     second = start_demo()
-    _, stderr = second.communicate(timeout=30)
+    _, stderr = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 1
     assert "another demo runs in" in stderr
     first.send_signal(signal.SIGINT)
-    first.communicate(timeout=30)
+    first.communicate(timeout=DEADLINE_S)
     assert processes_of(tmp_path) == []
 
 
@@ -176,7 +176,7 @@ def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
                 return str(error)
             return ""
 
-        words = wait_until(ended, "the worker has ended", 30.0)
+        words = wait_until(ended, "the worker has ended")
     assert "no worker is left" in words
     assert "no_such_setting" in words
 

@@ -20,7 +20,7 @@ from tests.integration import contract
 from tests.integration.contract import Driver, job
 from tests.integration.pool import Pool
 from tests.integration.stepper import StepEngine
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 
 DIGEST = str(job("g", 2).to_item()[2])
 
@@ -138,7 +138,7 @@ def server(server_kind: Prefer, tmp_path: Path) -> Iterator[EmbeddedServer]:
 @pytest.fixture
 async def pool(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Pool]:
     (tmp_path / "pool").mkdir()
-    pool = Pool(server.url, tmp_path / "pool", {"lease_ms": 5000})
+    pool = Pool(server.url, tmp_path / "pool", {"lease_ms": 10_000})
     yield pool
     await pool.close()
 
@@ -290,7 +290,7 @@ async def test_a_group_that_is_to_be_graded_again_is_not_shown_without_its_rewar
     await pool.start(StepEngine(), name="a")
     pool.client.submit([[1, 2, 3]], SamplingParams(max_tokens=8), ids=["g"], reward="m:f")
     await async_wait_until(lambda: pool.client.status().grading == 1, "it is to be graded")
-    grader = Driver(Queue(server.url, "q", patience=5.0))
+    grader = Driver(Queue(server.url, "q", patience=DEADLINE_S))
 
     def grade() -> None:
         digest = grader.group()["digest"]

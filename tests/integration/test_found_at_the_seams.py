@@ -17,7 +17,7 @@ from tests.integration.conftest import OpenPool
 from tests.integration.contract import Driver
 from tests.integration.pool import Pool, Processes
 from tests.integration.stepper import StepEngine
-from tests.waiting import async_wait_until
+from tests.waiting import DEADLINE_S, async_wait_until
 from workers.worker import EXIT_FAILED, EXIT_OK
 
 
@@ -31,7 +31,7 @@ def server(server_kind: Prefer, tmp_path: Path) -> Iterator[EmbeddedServer]:
 @pytest.fixture
 async def own_pool(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Pool]:
     (tmp_path / "pool").mkdir()
-    pool = Pool(server.url, tmp_path / "pool", {"lease_ms": 2000})
+    pool = Pool(server.url, tmp_path / "pool", {"lease_ms": 10_000})
     yield pool
     await pool.close()
 
@@ -48,7 +48,7 @@ def start(own_pool: Pool) -> Iterator[Processes]:
 
 async def test_one_whose_engine_starts_ends_when_told(own_pool: Pool, start: Processes) -> None:
     worker = start("a", sim="start_seconds=600")
-    await async_wait_until(lambda: own_pool.client.status().workers, "it is on the list", 20)
+    await async_wait_until(lambda: own_pool.client.status().workers, "it is on the list")
 
     worker.send(signal.SIGTERM)
 
@@ -62,7 +62,7 @@ async def test_one_that_waits_for_redis_ends_when_told(
 ) -> None:
     server.kill()
     worker = start("a")
-    await async_wait_until(lambda: "is away since" in worker.log(), "it misses Redis", 20)
+    await async_wait_until(lambda: "is away since" in worker.log(), "it misses Redis")
 
     worker.send(signal.SIGTERM)
 
@@ -74,9 +74,9 @@ async def test_one_whose_redis_goes_away_while_its_engine_starts_ends_when_told(
     own_pool: Pool, server: EmbeddedServer, start: Processes
 ) -> None:
     worker = start("a", sim="start_seconds=1")
-    await async_wait_until(lambda: own_pool.client.status().workers, "it is on the list", 20)
+    await async_wait_until(lambda: own_pool.client.status().workers, "it is on the list")
     server.kill()
-    await async_wait_until(lambda: "is away since" in worker.log(), "it misses Redis", 20)
+    await async_wait_until(lambda: "is away since" in worker.log(), "it misses Redis")
 
     worker.send(signal.SIGTERM)
 
@@ -87,8 +87,8 @@ async def test_one_whose_redis_goes_away_while_its_engine_starts_ends_when_told(
 async def test_signals_that_come_at_once_are_one(own_pool: Pool, start: Processes) -> None:
     """A scheduler may tell the process and its group."""
     worker = start("a", sim="token_rate=50,late_seconds=0.5")
-    own_pool.submit()
-    await async_wait_until(lambda: own_pool.client.status().leased == 1, "it holds one", 20)
+    own_pool.submit(max_tokens=4000)  # more than it makes in a minute
+    await async_wait_until(lambda: own_pool.client.status().leased == 1, "it holds one")
 
     worker.send(signal.SIGTERM)
     worker.send(signal.SIGINT)
@@ -153,7 +153,7 @@ async def test_rollouts_need_no_more_room_than_one_group(open_pool: OpenPool) ->
     await pool.start(StepEngine())
     pool.submit(3)
 
-    rollouts = await asyncio.to_thread(lambda: list(pool.client.rollouts(timeout=10)))
+    rollouts = await asyncio.to_thread(lambda: list(pool.client.rollouts(timeout=DEADLINE_S)))
 
     assert len(rollouts) == 3
 
@@ -204,14 +204,14 @@ async def test_a_publisher_that_waits_makes_again_what_redis_lost(
     ignored = shutil.ignore_patterns("*.sock", "*.log")
     shutil.copytree(server.directory, before, ignore=ignored)
     publishing = asyncio.create_task(
-        asyncio.to_thread(own_pool.publish, wait="all", timeout=15, policy="finish")
+        asyncio.to_thread(own_pool.publish, wait="all", policy="finish")
     )
     await async_wait_until(lambda: worker.state.phase == "updating", "it waits for the sample")
 
     server.kill()
     shutil.rmtree(server.directory / "appendonlydir")
     shutil.copytree(before, server.directory, dirs_exist_ok=True)
-    server.start()
+    await asyncio.to_thread(server.start)
     await async_wait_until(lambda: worker.state.current != first + 1, "its version is forgotten")
     engine.allow(5)
     version = await publishing

@@ -54,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
         worker = Process(command, directory / "worker.log")
         try:
             with RolloutClient(server.url, "grpo") as client:
-                wait_until(lambda: client.status().workers, "the worker serves", 30)
+                wait_until(lambda: client.status().workers, "the worker serves")
             yield server.url, weights
         finally:
             worker.close()

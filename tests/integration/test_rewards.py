@@ -24,7 +24,7 @@ from tests.integration.contract import Driver
 from tests.integration.pool import QUEUE, ROOT, Pool, Process
 from tests.integration.stepper import StepEngine
 from tests.servers import require_server
-from tests.waiting import async_wait_until, wait_until
+from tests.waiting import DEADLINE_S, async_wait_until, wait_until
 
 RQ_QUEUE = rewards_queue(QUEUE)
 FUNCTIONS = "tests.integration.reward_functions"
@@ -95,13 +95,13 @@ def start_rq(redis_url: str, tmp_path: Path) -> Iterator[StartRq]:
 def client(redis_url: str) -> Iterator[RolloutClient]:
     """Quick to look again, and with little time for a grader."""
     limits = {"lease_ms": 1000, "grade_ms": 1000, "max_grades": 2}
-    with RolloutClient(redis_url, QUEUE, patience=5.0, limits=limits) as client:
+    with RolloutClient(redis_url, QUEUE, patience=DEADLINE_S, limits=limits) as client:
         yield client
 
 
 @pytest.fixture
 def driver(client: RolloutClient, redis_url: str) -> Iterator[Driver]:
-    queue = Queue(redis_url, QUEUE, patience=5.0)
+    queue = Queue(redis_url, QUEUE, patience=DEADLINE_S)
     queue.open()
     yield Driver(queue)
     queue.close()
@@ -121,7 +121,7 @@ def closed(
     return group
 
 
-def delivered(client: RolloutClient, seconds: float = 30.0) -> RolloutGroup:
+def delivered(client: RolloutClient, seconds: float = DEADLINE_S) -> RolloutGroup:
     batch = client.batch(1, timeout=seconds)
     (group,) = batch
     assert batch.ack() == 1
@@ -191,7 +191,7 @@ def test_a_bad_grader_delivers_its_error(
 ) -> None:
     start_rq()
     group_id = closed(client, driver, function)
-    wait_until(lambda: client._tend() or driver.results(), "it is delivered", 30.0)
+    wait_until(lambda: client._tend() or driver.results(), "it is delivered")
     attempts = driver.group(group_id)["grades"]
     group = delivered(client)
 
@@ -238,7 +238,7 @@ def test_a_retry_needs_nobody_but_the_grader(
     dispatch(driver)
     start_rq()
 
-    wait_until(driver.results, "the second attempt graded it", 30.0)
+    wait_until(driver.results, "the second attempt graded it")
 
 
 def test_a_killed_rq_worker_costs_an_attempt(
@@ -312,7 +312,7 @@ async def test_workers_have_groups_graded_while_no_trainer_waits(
     start_rq()
     await pool.start(StepEngine())
     pool.client.submit([[1, 2, 3]], SamplingParams(max_tokens=4), reward=f"{FUNCTIONS}:length")
-    await async_wait_until(lambda: pool.client.status().results, "it is graded", 30.0)
+    await async_wait_until(lambda: pool.client.status().results, "it is graded")
 
     (group,) = await pool.groups(1)
     assert group.rollouts[0].reward == 4.0
@@ -331,17 +331,17 @@ def test_rq_away(
     with start_embedded(directory, prefer=server_kind) as server:
         url = server.url
     monkeypatch.setenv("ROLLQ_REWARDS_URL", url)
-    with RolloutClient(redis_url, QUEUE, patience=5.0) as trainer:
+    with RolloutClient(redis_url, QUEUE, patience=DEADLINE_S) as trainer:
         closed(trainer, driver, "length")
         dispatch(driver)  # says so and goes on
         trainer.submit([[1]], SamplingParams(max_tokens=4), ids=["plain"])
         driver.complete(driver.claim_one(), tokens=4)
-        assert [g.id for g in trainer.batch(1, timeout=10)] == ["plain"]
+        assert [g.id for g in trainer.batch(1, timeout=DEADLINE_S)] == ["plain"]
 
         with restarted(directory, server_kind) as server:
             assert server.url == url
             start_rq(url=url)
-            batch = trainer.batch(1, timeout=30)
+            batch = trainer.batch(1, timeout=DEADLINE_S)
             assert batch[0].rollouts[0].reward == 4.0
             assert jobs_waiting(redis_url) == []
 

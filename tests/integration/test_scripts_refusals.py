@@ -21,6 +21,7 @@ from producer.contract.scripts import SCRIPTS, Argument
 from producer.server import EmbeddedServer
 from tests.integration import contract
 from tests.integration.contract import Driver, checkpoint, finish, job, release
+from tests.waiting import DEADLINE_S
 
 
 def busy(driver: Driver) -> tuple[Claim, str]:
@@ -231,7 +232,7 @@ def test_a_queue_that_was_flushed_is_set_up_again(driver: Driver) -> None:
 
 
 async def test_the_asyncio_twin_recovers_as_well(driver: Driver) -> None:
-    twin = AsyncQueue(driver.queue.url, "q", patience=5.0)
+    twin = AsyncQueue(driver.queue.url, "q", patience=DEADLINE_S)
     await twin.open()
     try:
         driver.redis.flushall()

@@ -29,7 +29,7 @@ from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.integration.pool import QUEUE, ROOT, Pool, Process
 from tests.integration.stepper import StepEngine
 from tests.servers import free_port
-from tests.waiting import async_wait_until, wait_until
+from tests.waiting import DEADLINE_S, async_wait_until, wait_until
 
 #: with all that a URL, a shell, a log or a pattern could stumble over between two plain words
 FIRST, LAST = "hunter2", "swordfish"
@@ -95,7 +95,7 @@ async def test_a_password_is_shown_nowhere(
     worker += ["--queue", QUEUE, "--name", "process", "--log-level", "debug"]
     outside = Process(worker, tmp_path / "process.log")
     with contextlib.closing(outside):
-        await async_wait_until(lambda: len(pool.client.status().workers) == 2, "both live", 20)
+        await async_wait_until(lambda: len(pool.client.status().workers) == 2, "both live")
         version = await pool.update(inside)
         clean(arguments_of(os.getpid()))
 
@@ -108,7 +108,7 @@ async def test_a_password_is_shown_nowhere(
         everything = stored(admin)
         pool.submit(4)
         await pool.groups(4)
-        pool.client.wait_for_version(version, timeout=10)
+        pool.client.wait_for_version(version, timeout=DEADLINE_S)
         said += [command("dead", "list", "--json"), command("dead", "show", "x/0")]
         server.kill()
         for attempt in (
@@ -134,9 +134,11 @@ async def test_a_password_is_shown_nowhere(
 def arguments_of(process: int) -> str:
     """Argument lists of all that a process started, and they."""
     found = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [Path(f"/proc/{child}/cmdline").read_text(), arguments_of(int(child))]
+    for task in Path(f"/proc/{process}/task").glob("*"):
+        # A thread or process may have ended since it was listed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in (task / "children").read_text().split():
+                found += [Path(f"/proc/{child}/cmdline").read_text(), arguments_of(int(child))]
     assert found or process != os.getpid()
     return "\n".join(found)
 
@@ -249,7 +251,7 @@ def test_a_demos_directory_is_private(tmp_path: Path, open_umask: None) -> None:
         [sys.executable, "-m", "producer.cli", "demo", *arguments, "--dir", str(directory)], log
     )
     with contextlib.closing(demo):
-        assert demo.ended(90) == 0, demo.log()
+        assert demo.ended() == 0, demo.log()
     assert (directory / "logs" / "worker-1.log").is_file()
     assert private(directory)
     assert private(directory / "logs")

@@ -138,7 +138,7 @@ async def test_a_failover_under_samples_in_flight(
 
     fail(watched)
     engine.allow(1)
-    await async_wait_until(lambda: watched.led_by() != before, "another leads", 20)
+    await async_wait_until(lambda: watched.led_by() != before, "another leads")
     await pool.made(4, *samples)
     engine.plan = lambda r: None
     second = await pool.update(worker)

@@ -20,6 +20,7 @@ from producer.contract.scripts import SCRIPTS
 from tests.integration import contract
 from tests.integration.contract import Driver, job
 from tests.proxy import Proxy
+from tests.waiting import DEADLINE_S
 
 _TIMES = re.compile(
     rb"(enqueued|started|finished|heartbeat|\d+:published)_at|last_reap|state_at|entry"
@@ -346,7 +347,7 @@ def through(driver: Driver, proxy: Proxy) -> Iterator[Queue]:
     """A queue behind the proxy, connected; its server has the scripts."""
     for script in SCRIPTS.values():
         driver.redis.script_load(script.source)
-    queue = Queue(proxy.url, "q", patience=10.0)
+    queue = Queue(proxy.url, "q", patience=DEADLINE_S)
     queue.redis.ping()
     yield queue
     queue.close()
@@ -369,7 +370,7 @@ def test_a_lost_reply_is_asked_for_again(driver: Driver, proxy: Proxy, through: 
 
 @pytest.mark.usefixtures("through")
 async def test_the_asyncio_twin_asks_again_as_well(driver: Driver, proxy: Proxy) -> None:
-    queue = AsyncQueue(proxy.url, "q", patience=10.0)
+    queue = AsyncQueue(proxy.url, "q", patience=DEADLINE_S)
     try:
         await queue.redis.ping()
         for name in EFFECTS:

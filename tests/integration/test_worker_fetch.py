@@ -24,7 +24,7 @@ from producer.contract.manifest import MANIFEST, Manifest
 from tests.integration.contract import Driver, heartbeat
 from tests.integration.pool import Pool
 from tests.integration.stepper import StepEngine, attempts
-from tests.waiting import async_wait_until, wait_until
+from tests.waiting import DEADLINE_S, async_wait_until, wait_until
 
 Harm = Callable[[Path], object]
 
@@ -176,7 +176,7 @@ def test_the_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
     with reader_of(tmp_path / "pipe") as child:
         assert child.stdin is not None
         child.stdin.close()
-        assert child.wait(10) == 1
+        assert child.wait(DEADLINE_S) == 1
 
 
 def test_the_process_goes_on_after_a_ctrl_c(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_process_goes_on_after_a_ctrl_c(tmp_path: Path) -> None:
     with reader_of(tmp_path / "pipe") as child:
         child.send_signal(signal.SIGINT)
         os.close(os.open(tmp_path / "pipe", os.O_WRONLY))
-        assert child.wait(10) == 0
+        assert child.wait(DEADLINE_S) == 0
         assert child.stdout is not None
         assert json.loads(child.stdout.read()) == [digest.file_digest(Path(os.devnull))]
 
@@ -315,7 +315,7 @@ async def test_weights_of_another_model_are_refused_before_the_pause(pool: Pool)
     pool.submit()
     await pool.made(3)
     with pytest.raises(WeightsRejected, match=r"a: .* is not of step: missing lm_head\.weight$"):
-        await asyncio.to_thread(pool.publish, wait="all", timeout=20)
+        await asyncio.to_thread(pool.publish, wait="all")
 
     assert (engine.paused, worker.state.version) == ([], 0)
     engine.allow(5)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.waiting import DEADLINE_S
 from workers.admission import Admission
 
 
@@ -36,7 +37,7 @@ async def test_closing_waits_for_who_is_inside() -> None:
     assert not closing.done()
     await gate.__aexit__(None, None, None)
 
-    await asyncio.wait_for(closing, 1)
+    await asyncio.wait_for(closing, DEADLINE_S)
 
 
 async def test_a_closed_gate_holds_newcomers_until_it_opens() -> None:
@@ -86,4 +87,4 @@ async def test_a_failed_admission_leaves_the_gate() -> None:
     except ValueError:
         pass
 
-    await asyncio.wait_for(gate.close(), 1)
+    await asyncio.wait_for(gate.close(), DEADLINE_S)

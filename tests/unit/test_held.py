@@ -15,6 +15,7 @@ from producer.contract.connection import AsyncQueue
 from producer.contract.messages import Chunk, Claim
 from producer.contract.sampling import SamplingParams
 from tests.fuzz import search
+from tests.waiting import DEADLINE_S
 from workers.engines.protocol import EngineOutput
 from workers.held import Held, Outcome
 from workers.settings import WorkerSettings
@@ -204,7 +205,7 @@ async def test_until_gives_up_at_its_time_and_sees_what_moved() -> None:
     assert not await s.until(lambda: False, 0.01)
     assert await s.until(lambda: True, 0.0)
     s.held["g/0"] = held()
-    waiting = asyncio.create_task(s.until(lambda: not s.held, 10.0))
+    waiting = asyncio.create_task(s.until(lambda: not s.held, DEADLINE_S))
     await asyncio.sleep(0)
     s.drop(s.held["g/0"])
     assert await waiting

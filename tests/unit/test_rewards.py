@@ -20,6 +20,7 @@ from producer.contract.errors import InvalidPayload, QueueUnusable, RewardError
 from producer.contract.rewards import JOB, Serializer, read_rewards
 from producer.rewards import allowed, graders, settings
 from producer.rewards.job import check_rewards
+from tests.waiting import DEADLINE_S
 
 # what a function answers
 
@@ -142,7 +143,7 @@ def test_a_worker_that_would_do_harm_does_not_start(
     done = subprocess.run(
         [sys.executable, "-m", "rq.cli", "worker", "-c", "producer.rewards.settings", *options],
         env={**os.environ, allowed.MODULES: modules, "ROLLQ_REDIS_URL": "unix:///nowhere.sock"},
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=DEADLINE_S,
     )  # fmt: skip
 
     assert done.returncode == 1
