@@ -189,7 +189,7 @@ async def test_full_results_stop_the_start_of_new_groups_only(open_pool: OpenPoo
     pool.submit(2, n=2)
     await pool.made(3, "g1/1")
     await pool.made(8, "g0/0", "g0/1", "g1/0")
-    assert pool.client.status().results == 1
+    await async_wait_until(lambda: pool.client.status().results == 1, "g0 is closed")
     pool.client.submit([[1, 2, 3]], PARAMS, ids=["new"])
 
     await first.drain()

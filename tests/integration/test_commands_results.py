@@ -295,7 +295,7 @@ def test_somebody_who_waits_in_vain_is_told_what_for(
     driver.enqueue(job("a"))
     monkeypatch.setattr("producer.commands.results._SAY_SECONDS", 0.0)
 
-    result = rollq("results", "--timeout", 1)
+    result = rollq("results", "--timeout", 3)
 
     assert result.exit_code == 1
     assert (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from producer import RolloutClient, RolloutGroup, SamplingParams
+from producer import RolloutClient, RolloutGroup, SamplingParams, inbox
 from producer.contract.connection import Queue
 from producer.contract.errors import ResultsTimeout
 from producer.contract.messages import Claim
@@ -210,9 +210,10 @@ async def test_a_trainer_that_starts_after_the_restore_waits_for_the_others(
 
 
 async def test_a_trainer_that_is_cut_off_for_a_while_is_waited_for(
-    pool: Pool, server: EmbeddedServer, tmp_path: Path
+    pool: Pool, server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than the shortest wait: it is on the list, and has not said what it took."""
+    monkeypatch.setattr(inbox, "SETTLE_SECONDS", (SETTLE_SECONDS[0], 10 * DEADLINE_S))
     await pool.start(StepEngine(), name="a")
     pool.submit(2)
     one, two = pool.new_client(consumer="1"), pool.new_client(consumer="2")

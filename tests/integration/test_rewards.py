@@ -94,7 +94,7 @@ def start_rq(redis_url: str, tmp_path: Path) -> Iterator[StartRq]:
 @pytest.fixture
 def client(redis_url: str) -> Iterator[RolloutClient]:
     """Quick to look again, and with little time for a grader."""
-    limits = {"lease_ms": 1000, "grade_ms": 1000, "max_grades": 2}
+    limits = {"lease_ms": 1000, "grade_ms": 2000, "max_grades": 2}
     with RolloutClient(redis_url, QUEUE, patience=DEADLINE_S, limits=limits) as client:
         yield client
 
@@ -174,7 +174,7 @@ BAD = {
     "raises": "ValueError: no such answer",
     "exits": "SystemExit: 0",
     "loops": "JobTimeoutException: Task exceeded maximum timeout value",
-    "is_late": "TimeoutError: tests.integration.reward_functions:is_late took over 1 s",
+    "is_late": "TimeoutError: tests.integration.reward_functions:is_late took over 2 s",
     "is_killed": "the grader was killed or took too long, 2 attempts were made",
     "too_few": f"{FUNCTIONS}:too_few returned 1 rewards for 2 rollouts",
     "missing": f"reward {FUNCTIONS}:missing cannot be imported",

@@ -41,6 +41,12 @@ class Watched:
         """The port of the master, as the sentinel sees it."""
         return int(self.sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")[1])
 
+    def replicated(self) -> None:
+        """Wait until the replica has all that the master has: replication is asynchronous."""
+        with redis.Redis.from_url(self.master.url, password=PASSWORD) as master:
+            master.set("mark", 1)
+            wait_until(lambda: master.wait(1, 1000), "the replica has the mark, and all before it")
+
 
 @pytest.fixture
 def watched(server_kind: Prefer, tmp_path: Path) -> Iterator[Watched]:
@@ -69,7 +75,7 @@ def watched(server_kind: Prefer, tmp_path: Path) -> Iterator[Watched]:
             f'requirepass "{SENTINEL_PASSWORD}"\n'
             f"sentinel monitor main 127.0.0.1 {ports[0]} 1\n"
             f'sentinel auth-pass main "{PASSWORD}"\n'
-            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n"
+            "sentinel down-after-milliseconds main 4000\nsentinel failover-timeout main 5000\n"
         )
         process = subprocess.Popen([servers[0].binary, config_file, "--sentinel"])
         stack.callback(process.wait)
@@ -108,7 +114,15 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None
 
 
 def ask(watched: Watched) -> None:
-    watched.sentinel.execute_command("SENTINEL", "FAILOVER", "main")
+    def started() -> bool:
+        try:
+            watched.sentinel.execute_command("SENTINEL", "FAILOVER", "main")
+        except redis.ResponseError as error:
+            return str(error).startswith("INPROG")
+        return True
+
+    # It takes no replica that it has not heard of for some seconds.
+    wait_until(started, "the sentinel begins a failover")
 
 
 def kill(watched: Watched) -> None:
@@ -135,6 +149,7 @@ async def test_a_failover_under_samples_in_flight(
     samples = [f"g{i}/0" for i in range(8)]
     await pool.made(3, *samples)
     before = watched.led_by()
+    watched.replicated()
 
     fail(watched)
     engine.allow(1)
