@@ -27,7 +27,7 @@ MAX_NUM_SEQS = 8
 CHECKPOINT_TOKENS = 4
 MAX_MODEL_LEN = 512
 #: Generous: nothing here takes longer but on a machine that is busy with other things.
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 _ids = count()
 

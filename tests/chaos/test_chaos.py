@@ -24,7 +24,7 @@ from workers import resume
 from workers.engines import sim_model
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_pool_under_chaos_loses_and_doubles_nothing(tmp_path: Path, server_kind: Prefer) -> None:
     plan = Plan(seed=7, seconds=15.0, workers=3, gap=0.4, poison=0.002, prefer=server_kind)
 

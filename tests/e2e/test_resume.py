@@ -36,12 +36,12 @@ from workers.engines.vllm import VllmEngine, engine_args_from_cli
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     # What vLLM and torch warn of is theirs.
     pytest.mark.filterwarnings("ignore"),
 ]
 
-DEADLINE = 120.0
+DEADLINE = 300.0
 MAX_MODEL_LEN = 256
 FACE, ACUTE = "\N{GRINNING FACE}".encode(), "é".encode()
 #: what the model says, over and over, with EOS between

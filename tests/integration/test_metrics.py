@@ -111,7 +111,7 @@ async def test_a_worker_shows_what_it_did(pool: Pool, driver: Driver) -> None:
     assert shown["rollq_worker_staleness_versions_bucket", "+Inf"] == 1
     assert shown[("rollq_worker_staleness_versions_sum",)] == 1
     assert shown[("rollq_worker_update_idle_seconds_count",)] == 1
-    assert 0 < shown[("rollq_worker_update_idle_seconds_sum",)] < 10
+    assert 0 < shown[("rollq_worker_update_idle_seconds_sum",)] < 60
     assert shown[("rollq_worker_weight_version",)] == version == 1
     assert shown[("rollq_worker_loading_version",)] == -1
     assert shown[("rollq_worker_in_flight",)] == 0

@@ -41,6 +41,14 @@ class Watched:
         """The port of the master, as the sentinel sees it."""
         return int(self.sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")[1])
 
+    def gave_way(self) -> bool:
+        """Until then one that was told to takes writes, which are lost."""
+        try:
+            with redis.Redis.from_url(self.master.url, password=PASSWORD) as master:
+                return bool(master.info("replication")["role"] == "slave")
+        except redis.ConnectionError:
+            return True
+
     def replicated(self) -> None:
         """Wait until the replica has all that the master has: replication is asynchronous."""
         with redis.Redis.from_url(self.master.url, password=PASSWORD) as master:
@@ -154,7 +162,9 @@ async def test_a_failover_under_samples_in_flight(
     fail(watched)
     engine.allow(1)
     await async_wait_until(lambda: watched.led_by() != before, "another leads")
-    await pool.made(4, *samples)
+    await async_wait_until(watched.gave_way, "nobody is led by the one before")
+    held = worker.state.held.values()
+    await async_wait_until(lambda: [h.made for h in held] == [4] * 8, "a token more of each")
     engine.plan = lambda r: None
     second = await pool.update(worker)
     pool.client.submit([[7]], ids=["late"])
