@@ -123,7 +123,7 @@ async def test_a_worker_shows_what_it_did(pool: Pool, driver: Driver) -> None:
 
 
 async def test_tokens_that_no_rollout_has_are_wasted(open_pool: OpenPool) -> None:
-    pool = open_pool(lease_ms=1000)
+    pool = open_pool(lease_ms=4000)
     port = free_port()
     engine = StepEngine(lambda r: 3)
     worker = await pool.start(
@@ -178,7 +178,7 @@ async def test_a_loop_that_stands_still_is_not_live(open_pool: OpenPool) -> None
     """`get` and `wait_until` block the worker's own loop here."""
     pool = open_pool(lease_ms=1000)
     port = free_port()
-    worker = await pool.start(StepEngine(), metrics_port=port, stall_seconds=1.0)
+    worker = await pool.start(StepEngine(), metrics_port=port, stall_seconds=3.0)
     assert get(port, "/livez") == (200, "ok\n")
 
     status, words = wait_until(

@@ -73,7 +73,7 @@ async def test_a_worker_that_takes_its_own_sample_back_ends_the_old_request(
 
 async def test_workers_take_back_what_a_dead_one_held(open_pool: OpenPool, driver: Driver) -> None:
     """No client waits, so it is the workers that look for it."""
-    pool = open_pool(lease_ms=2000)
+    pool = open_pool(lease_ms=4000)
     pool.submit()
     driver.generate(driver.claim_one("gone"), 3)
 
