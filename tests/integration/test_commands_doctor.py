@@ -149,7 +149,11 @@ def test_the_rights_it_asks_for_are_granted_and_are_all_that_the_scripts_need(ro
 
 
 @pytest.mark.parametrize("role", sorted(RIGHTS))
-def test_each_role_has_its_rights(server: EmbeddedServer, role: str) -> None:
+def test_each_role_has_its_rights(
+    server: EmbeddedServer, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing_vllm(monkeypatch, "print('vllm 1')")  # the real one takes half a minute and more
+
     found = checks(Rollq(url_of(server, role)), "--role", role)
 
     assert found["rights"]["state"] == "ok"
