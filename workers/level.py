@@ -76,12 +76,11 @@ class Level:
         self._state.notice(current, last_good)
         return str(verdict.decode())
 
-    async def turn(self, version: int, hold_s: float, *, waits: bool = True) -> bool:
-        """Ask for this worker's turn to load `version`; with 0 s give it back."""
+    async def turn(self, hold_s: float, *, waits: bool = True) -> bool:
+        """Ask for this worker's turn to load; with 0 s give it back."""
         current, last_good, granted = await self._state.queue.call(
             "turn",
             worker=self._state.settings.name,
-            version=version,
             serves=self._state.version,
             hold_ms=int(1000 * hold_s),
             waits=int(waits),

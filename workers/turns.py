@@ -2,8 +2,9 @@
 
 How many is up to the publication (`max_updating`); who, up to the script `turn`. A worker that
 waits goes on generating what it holds; one that the pool would not miss, for it holds nothing
-and may claim nothing, does not wait. It is told by the stream that a turn was given back, and
-looks by itself now and then, for a holder that died tells nobody.
+and may claim nothing, does not wait. A turn that is given back goes to the next in the line, who
+is told by a stream of its own; each also asks by itself now and then, for a holder that died tells
+nobody.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 from workers.level import Level, Publication
 from workers.state import WorkerState
 
-#: seconds after which a worker in the line asks again by itself
-_ASK_AGAIN = 0.5
+#: seconds after which a worker in the line asks again by itself; well below a heartbeat's life,
+#: for so long a turn is kept for one that was not told
+_ASK_AGAIN = 2.0
 
 
 class Turns:
@@ -21,12 +23,12 @@ class Turns:
     def __init__(self, state: WorkerState, level: Level) -> None:
         self._state = state
         self._level = level
-        self._freed = False
+        self._called = False
         self._known = False  # to the script, as one that has its turn or waits for it
 
-    def freed(self) -> None:
-        """Somebody's turn is over."""
-        self._freed = True
+    def called(self) -> None:
+        """It is this worker's turn."""
+        self._called = True
         self._state.moved.set()
 
     async def take(self, publication: Publication) -> bool:
@@ -37,14 +39,14 @@ class Turns:
         """
         state, version = self._state, publication.version
         while True:
-            self._freed = False
+            self._called = False
             self._known = True
             waits = self._would_be_missed()
-            if await self._level.turn(version, self._longest(publication), waits=waits):
+            if await self._level.turn(self._longest(publication), waits=waits):
                 return True
             await state.until(
                 lambda: (
-                    self._freed
+                    self._called
                     or state.current != version
                     or state.stop.is_set()
                     or not self._would_be_missed()
@@ -52,13 +54,13 @@ class Turns:
                 _ASK_AGAIN,
             )
             if state.current != version or state.stop.is_set():
-                await self.give_back(version)
+                await self.give_back()
                 return False
 
-    async def give_back(self, version: int) -> None:
+    async def give_back(self) -> None:
         """The turn, or the place in the line."""
         if self._known:
-            await self._level.turn(version, 0)
+            await self._level.turn(0)
             self._known = False
 
     async def back_at_work(self, version: int) -> None:

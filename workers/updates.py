@@ -8,6 +8,7 @@ The engine generates until the swap. What is heard and said of versions is in `l
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from producer.contract.scripts import Argument
 from producer.contract.states import WeightState
@@ -31,16 +32,20 @@ class Updater:
         self._swapper = Swapper(state, self._level, admission, reporter)
 
     async def listen(self) -> None:
-        """Read the stream of publications, for ever; each is a hint to look at the level."""
+        """Read the streams of publications and of this worker's turns, for ever; each entry is a
+        hint to look."""
         queue = self._state.queue
-        stream, last = queue.keys["updates"], "$"
+        updates, turn = queue.keys["updates"], queue.keys.turn(self._state.settings.name)
+        last: dict[Any, Any] = {updates: "$", turn: "0"}
         while True:
-            reply = await queue.retrying(partial(queue.redis.xread, {stream: last}, block=2000))
-            for _, entries in reply.items() if isinstance(reply, dict) else reply or ():
-                last = entries[-1][0]
-            if reply:
+            reply = await queue.retrying(partial(queue.redis.xread, last, block=2000))
+            news = dict(reply.items() if isinstance(reply, dict) else reply or ())
+            for stream, entries in news.items():
+                last[stream.decode()] = entries[-1][0]
+            if turn.encode() in news:
+                self._turns.called()
+            if updates.encode() in news:
                 await self.look()
-                self._turns.freed()
 
     async def look(self) -> None:
         """Read the level itself."""
@@ -76,7 +81,7 @@ class Updater:
             await self._turns.back_at_work(publication.version)
         # One that must end keeps its turn until it has left the list.
         if not self._state.stop.is_set():
-            await self._turns.give_back(publication.version)
+            await self._turns.give_back()
 
     async def _target(self) -> int | None:
         """The version to go to: a newer one, or the current one if ours was forgotten.

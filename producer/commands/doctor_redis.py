@@ -28,7 +28,7 @@ RIGHTS = {
     "xrange zadd zcard zrange zrangebyscore zrem zscore lrange xlen xreadgroup zrevrange",
     "worker": "info evalsha script|load del get hdel hexists hget hgetall hincrby hmget hset "
     "hsetnx pexpire rpush set time xadd xgroup|create xlen zadd zcard zrange zrangebyscore zrem "
-    "zremrangebyscore lrange xread",
+    "zremrangebyscore zscore lrange xread",
     "monitor": "info hgetall hmget xinfo|groups xlen zcard zcount zrange",
 }
 

@@ -50,6 +50,9 @@ class QueueKeys:
     def worker(self, name: str) -> str:
         return self["worker"] + name
 
+    def turn(self, name: str) -> str:
+        return self["turn"] + name
+
 
 #: name in a script's header -> what follows the queue's tag
 NAMES = {
@@ -64,8 +67,11 @@ NAMES = {
     "dead": "dead",  # zset: dead-lettered sample id -> when, ms
     "weights": "weights",  # hash: the versions, `current` and `last_good`
     "updates": "updates",  # stream: an entry a publication, only a hint
-    "turns": "turns",  # hash: worker name -> its turn to load, or its place in the line
+    "turns": "turns",  # zset: worker name -> until when it has its turn to load, ms
+    "line": "line",  # zset: worker that waits for its turn -> its place
+    "turn": "turn:",  # stream with TTL a worker: tells it that it has its turn
     "workers": "workers",  # zset: worker name -> last heartbeat, ms
+    "starting": "starting",  # zset: those of them that still start -> last heartbeat, ms
     "worker": "worker:",  # hash with TTL a worker: what it says of itself
     "trainers": "trainers",  # hash: consumer -> nonce and place of its client
     "request": "request:",  # string with TTL a claim call: the ids it got

@@ -171,20 +171,9 @@ def confirm(version: int, worker: str = "w", error: str = "") -> Call:
     return "confirm", {"worker": worker, "version": version, "error": error}, []
 
 
-def turn(
-    version: int, worker: str = "w", *, serves: int = 0, hold_ms: int = 60_000, waits: int = 1
-) -> Call:
-    return (
-        "turn",
-        {
-            "worker": worker,
-            "version": version,
-            "serves": serves,
-            "hold_ms": hold_ms,
-            "waits": waits,
-        },
-        [],
-    )
+def turn(worker: str = "w", *, serves: int = 0, hold_ms: int = 60_000, waits: int = 1) -> Call:
+    scalars: dict[str, Any] = {"worker": worker, "serves": serves}
+    return "turn", scalars | {"hold_ms": hold_ms, "waits": waits}, []
 
 
 def heartbeat(worker: str = "w", state: str = "serving", nonce: str = "n") -> Call:

@@ -111,7 +111,7 @@ def bad_scalars(c: Claim, entry: str) -> Iterator[tuple[Call, str]]:
         (contract.reap(), ("limit",)),
         (contract.publish(), ("floor", "step", "deadline_ms")),
         (contract.confirm(1), ("version",)),
-        (contract.turn(1), ("version", "serves", "hold_ms", "waits")),
+        (contract.turn(), ("serves", "hold_ms", "waits")),
     ):
         for name in names:
             for n in BAD_NUMBERS:

@@ -17,8 +17,8 @@ def pool(driver: Driver, workers: str, max_updating: str = "50%") -> None:
     driver.send(publish(max_updating=max_updating))
 
 
-def granted(driver: Driver, worker: str, version: int = 1, **options: int) -> bool:
-    reply = driver.send(turn(version, worker, **options))
+def granted(driver: Driver, worker: str, **options: int) -> bool:
+    reply = driver.send(turn(worker, **options))
     asked = driver.now()
     wait_until(lambda: driver.now() > asked, "the next one asks later")
     assert reply[:2] == [1, 0]
@@ -29,10 +29,14 @@ def give_back(driver: Driver, worker: str) -> None:
     assert not granted(driver, worker, hold_ms=0)
 
 
-def notices(driver: Driver) -> int:
-    """Turns that the stream was told to be free."""
-    entries = driver.redis.xrange(driver.keys["updates"])
-    return sum(fields == {b"turn": b"free"} for _, fields in entries)
+def told(driver: Driver, workers: str) -> str:
+    """Those that were told that they have their turn; what they were told is forgotten."""
+    return "".join(w for w in workers if driver.redis.delete(driver.keys.turn(w)))
+
+
+def in_turn(driver: Driver) -> list[str]:
+    """Those that have their turn, until when last."""
+    return [name.decode() for name in driver.redis.zrange(driver.keys["turns"], 0, -1)]
 
 
 @pytest.mark.parametrize(
@@ -69,17 +73,50 @@ def test_workers_that_still_start_are_no_part_of_the_share(driver: Driver) -> No
 def test_a_turn_that_is_given_back_goes_to_who_asked_first(driver: Driver) -> None:
     pool(driver, "abc", "1")
     assert [granted(driver, w) for w in "acb"] == [True, False, False]
-    assert notices(driver) == 0
+    assert told(driver, "abc") == ""
 
     give_back(driver, "a")
-    assert notices(driver) == 1
+    assert told(driver, "abc") == "c"
     assert [granted(driver, w) for w in "bc"] == [False, True]
     give_back(driver, "c")
+    assert told(driver, "abc") == "b"
     assert granted(driver, "b")
     give_back(driver, "b")
 
-    assert notices(driver) == 2, "nobody waits for the last one"
-    assert driver.redis.exists(driver.keys["turns"]) == 0
+    assert told(driver, "abc") == "", "nobody waits for the last one"
+    assert driver.redis.exists(driver.keys["turns"], driver.keys["line"]) == 0
+
+
+def test_only_those_are_told_that_have_their_turn_now(driver: Driver) -> None:
+    pool(driver, "abcdefgh", "50%")
+    assert [granted(driver, w) for w in "abcdefgh"] == [True] * 4 + [False] * 4
+    for worker, next_one in zip("abcd", "efgh", strict=True):
+        give_back(driver, worker)
+        assert told(driver, "abcdefgh") == next_one
+    assert sorted(in_turn(driver)) == list("efgh")
+
+
+def test_a_call_costs_the_same_in_any_pool(driver: Driver) -> None:
+    """Else an update of n workers costs n * n."""
+
+    def commands() -> int:
+        return sum(int(c["calls"]) for c in driver.redis.info("commandstats").values())
+
+    costs = []
+    for workers in (range(4), range(200)):
+        driver.redis.flushall()
+        driver.queue.open()
+        for i in workers:
+            driver.send(heartbeat(f"w{i}"))
+        driver.send(publish())
+        before = commands()
+        for i in workers:
+            driver.send(turn(f"w{i}"))
+        for i in workers:
+            driver.send(turn(f"w{i}", hold_ms=0))
+        costs.append((commands() - before) / len(workers))
+
+    assert costs[1] < 1.2 * costs[0]
 
 
 def test_the_oldest_weights_go_first(driver: Driver) -> None:
@@ -101,7 +138,7 @@ def test_to_ask_again_changes_nothing(driver: Driver) -> None:
     for _ in range(2):
         give_back(driver, "a")
 
-    assert notices(driver) == 1
+    assert driver.redis.xlen(driver.keys.turn("c")) == 1
     assert [granted(driver, w) for w in "bcb"] == [False, True, False]
 
 
@@ -122,16 +159,29 @@ def test_a_holder_that_left_died_or_is_late_has_no_turn(open_driver: OpenDriver)
     assert [granted(driver, w) for w in "bcd"] == [False, False, False]
 
     driver.send(contract.leave("a"))
-    assert not driver.redis.hexists(driver.keys["turns"], "a")
+    assert in_turn(driver) == []
     assert granted(driver, "b")
     driver.redis.zadd(driver.keys["workers"], {"b": driver.now() - 15_001})
     assert granted(driver, "c")
-    over, *rest = driver.redis.hget(driver.keys["turns"], "c").split()
-    assert 30_000 < int(over) - driver.now() <= 60_000
-    driver.redis.hset(driver.keys["turns"], "c", b" ".join([b"%d" % (driver.now() - 1), *rest]))
+    until = driver.redis.zscore(driver.keys["turns"], "c")
+    assert 30_000 < int(until) - driver.now() <= 60_000
+    driver.redis.zadd(driver.keys["turns"], {"c": driver.now()})
     assert granted(driver, "d")
 
-    assert driver.redis.hkeys(driver.keys["turns"]) == [b"d"]
+    assert in_turn(driver) == ["d"]
+
+
+def test_the_turn_of_one_that_died_ends_with_another_s_heartbeat(open_driver: OpenDriver) -> None:
+    driver = open_driver(worker_ttl_ms=15_000)
+    pool(driver, "abc", "1")
+    assert [granted(driver, w) for w in "abc"] == [True, False, False]
+    driver.redis.zadd(driver.keys["workers"], {"a": driver.now() - 15_001}, xx=True)
+    driver.redis.zadd(driver.keys["workers"], {"b": driver.now() - 15_001}, xx=True)
+
+    driver.send(heartbeat("c"))
+
+    assert in_turn(driver) == []
+    assert driver.redis.zrange(driver.keys["line"], 0, -1) == [b"c"]
 
 
 def test_a_turn_is_not_inherited_by_one_that_starts_under_the_same_name(driver: Driver) -> None:
@@ -152,13 +202,19 @@ def test_one_that_died_in_the_line_stands_in_nobody_s_way(driver: Driver) -> Non
     assert granted(driver, "c")
 
 
-def test_one_that_is_alive_and_asks_no_more_stands_in_nobody_s_way(driver: Driver) -> None:
+def test_one_that_is_alive_and_asks_no_more_has_its_turn_for_a_moment(
+    open_driver: OpenDriver,
+) -> None:
+    """As long as a heart may not beat; who asks has it for as long as it said."""
+    driver = open_driver(worker_ttl_ms=15_000)
     pool(driver, "abc", "1")
     assert [granted(driver, w) for w in "abc"] == [True, False, False]
-    *turn, _ = driver.redis.hget(driver.keys["turns"], "b").split()
-    seen = b"%d" % (driver.now() - 15_001)
-    driver.redis.hset(driver.keys["turns"], "b", b" ".join([*turn, seen]))
     give_back(driver, "a")
+    until = driver.redis.zscore(driver.keys["turns"], "b")
+    assert 14_000 < int(until) - driver.now() <= 15_000
+    assert not granted(driver, "c")
+
+    driver.redis.zadd(driver.keys["turns"], {"b": driver.now()})
 
     assert granted(driver, "c")
 
@@ -175,21 +231,15 @@ def test_one_that_nobody_misses_need_not_wait_and_the_others_wait_for_it(driver:
     assert granted(driver, "c")
 
 
-def test_a_turn_counts_whatever_version_it_is_for(driver: Driver) -> None:
+def test_the_newest_publication_says_how_many(driver: Driver) -> None:
+    """A turn counts whatever version it is for."""
     pool(driver, "ab", "1")
     assert granted(driver, "a")
     driver.send(publish(max_updating="1"))
 
-    assert driver.send(turn(2, "b")) == [2, 0, 0]
+    assert driver.send(turn("b")) == [2, 0, 0]
     driver.send(publish(max_updating="2"))
-    assert driver.send(turn(3, "b")) == [3, 0, 1]
-
-
-def test_a_version_that_is_not_known_any_more_is_loaded_in_turns_as_well(driver: Driver) -> None:
-    pool(driver, "ab", "2")
-
-    assert driver.send(turn(99, "a")) == [1, 0, 1]
-    assert driver.send(turn(99, "b")) == [1, 0, 0]
+    assert driver.send(turn("b")) == [3, 0, 1]
 
 
 def test_one_that_is_not_on_the_list_yet_gets_a_turn_when_there_is_none_else(
@@ -199,10 +249,16 @@ def test_one_that_is_not_on_the_list_yet_gets_a_turn_when_there_is_none_else(
     driver.send(publish())
 
     assert granted(driver, "a")
+    until = driver.redis.zscore(driver.keys["turns"], "a")
+    assert int(until) - driver.now() <= 15_000, "it could die unseen"
+    assert not granted(driver, "b"), "half of none is one"
+    driver.send(heartbeat("c"))
+    give_back(driver, "a")
+    assert told(driver, "b") == "", "nor is one told that is not on the list"
 
 
 def test_the_reply_says_the_level(driver: Driver) -> None:
     pool(driver, "a")
     driver.send(confirm(1, "a"))
 
-    assert driver.send(turn(1, "a")) == [1, 1, 1]
+    assert driver.send(turn("a")) == [1, 1, 1]

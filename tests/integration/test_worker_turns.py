@@ -14,6 +14,7 @@ from tests.integration.contract import Driver, heartbeat
 from tests.integration.pool import Pool, Processes, Running
 from tests.integration.stepper import StepEngine
 from tests.waiting import async_wait_until
+from workers import turns
 from workers.worker import EXIT_FAILED
 
 
@@ -50,13 +51,11 @@ async def first_and_other(workers: list[Running]) -> tuple[Running, Running]:
 
 
 async def waits(driver: Driver, worker: Running) -> None:
-    name = worker.state.settings.name.encode()
-
-    def in_line() -> bool:
-        turn = driver.redis.hget(driver.keys["turns"], name)
-        return bool(turn and turn.startswith(b"0 "))
-
-    await async_wait_until(in_line, f"{name!r} waits for its turn")
+    name = worker.state.settings.name
+    await async_wait_until(
+        lambda: driver.redis.zscore(driver.keys["line"], name) is not None,
+        f"{name} waits for its turn",
+    )
 
 
 async def test_one_loads_while_the_other_generates(pool: Pool, driver: Driver) -> None:
@@ -145,11 +144,28 @@ async def test_the_next_one_stops_only_when_the_first_one_generates_again(
     await pool.serving(1, first)
     await pool.in_engine(mine[first], 1)
 
-    assert (other.state.phase, driver.redis.hlen(driver.keys["turns"])) == ("serving", 2)
+    assert other.state.phase == "serving"
+    await waits(driver, other)
     mine[first].plan = mine[other].plan = lambda r: None
     mine[other].load_gate.set()
     mine[first].allow(5)
     await pool.serving(1, other)
+    await pool.groups(2)
+
+
+async def test_the_next_one_is_told(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not find out by itself."""
+    monkeypatch.setattr(turns, "_ASK_AGAIN", 600.0)
+    engines, workers = await two(pool)
+    for engine in engines:
+        engine.load_gate.set()
+
+    pool.publish()
+
+    await pool.serving(1, *workers)
+    for engine in engines:
+        await pool.in_engine(engine, 1)
+        engine.allow(5)
     await pool.groups(2)
 
 
@@ -189,7 +205,7 @@ async def test_one_that_waits_for_what_turns_bad_goes_on_as_it_was(
     await async_wait_until(lambda: other.state.loading == -1, "it gave the version up")
 
     assert (mine[other].paused, other.state.phase, other.state.version) == ([], "serving", 0)
-    assert not driver.redis.hexists(driver.keys["turns"], other.state.settings.name)
+    assert driver.redis.exists(driver.keys["line"]) == 0
     mine[other].plan = lambda r: None
     mine[other].allow(5)
     mine[first].load_gate.set()

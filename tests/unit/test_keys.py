@@ -29,7 +29,10 @@ KEYS = {
     "weights": "rollq:{grpo}:weights",
     "updates": "rollq:{grpo}:updates",
     "turns": "rollq:{grpo}:turns",
+    "line": "rollq:{grpo}:line",
+    "turn": "rollq:{grpo}:turn:",
     "workers": "rollq:{grpo}:workers",
+    "starting": "rollq:{grpo}:starting",
     "worker": "rollq:{grpo}:worker:",
     "trainers": "rollq:{grpo}:trainers",
     "request": "rollq:{grpo}:request:",
@@ -51,6 +54,7 @@ def test_keys_of_one_thing() -> None:
     assert keys.chunks("g/0") == "rollq:{grpo}:chunks:g/0"
     assert keys.group("g") == "rollq:{grpo}:group:g"
     assert keys.worker("host-1") == "rollq:{grpo}:worker:host-1"
+    assert keys.turn("host-1") == "rollq:{grpo}:turn:host-1"
     assert TRAINER_GROUP == "trainer"
     assert rewards_queue("grpo") == "rollq-rewards-grpo"
 

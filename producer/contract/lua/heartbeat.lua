@@ -1,10 +1,10 @@
 -- heartbeat: a worker says that it lives, and what it does.
--- KEYS: workers worker weights config
+-- KEYS: workers starting worker turns line weights config
 -- ARGV: worker | field value
 --   the field `nonce` is random and names the process
 -- REPLY: {current, last_good, `host:pid` of another process whose nonce was there, or ''}
 -- INVARIANT: a worker that stopped is off the list within its time to live; one that serves is
---   not said to be starting by a heartbeat that was on its way.
+--   not said to be starting by a heartbeat that was on its way; one that starts has no turn.
 local ttl = config('worker_ttl_ms')[1]
 local at = now()
 local before = call('HMGET', K.worker .. A.worker, 'nonce', 'host', 'pid', 'state')
@@ -14,6 +14,9 @@ for i = 1, ITEMS do
   said[field] = value
 end
 local other = ''
+if said.state == 'starting' and before[1] ~= said.nonce then
+  strike(A.worker) -- one of its name, which died
+end
 if said.nonce and before[1] and before[1] ~= said.nonce then
   other = (before[2] or '?') .. ':' .. (before[3] or '?')
 elseif said.nonce and before[1] and said.state == 'starting' and before[4] then
@@ -26,6 +29,11 @@ end
 call('HSET', K.worker .. A.worker, unpack(fields))
 call('PEXPIRE', K.worker .. A.worker, ttl)
 call('ZADD', K.workers, at, A.worker)
-call('ZREMRANGEBYSCORE', K.workers, '-inf', '(' .. text(at - ttl))
+if said.state == 'starting' then
+  call('ZADD', K.starting, at, A.worker)
+elseif said.state then
+  call('ZREM', K.starting, A.worker)
+end
+bury(at - ttl)
 local current, good = level()
 return {current, good, other}

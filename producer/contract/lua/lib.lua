@@ -54,6 +54,22 @@ local function serves(version)
   return version == good and call('HGET', K.weights, text(current) .. ':state') == 'new'
 end
 
+-- A worker is off the list, and so has no turn and no place in the line. Returns 1 if it was there.
+local function strike(worker)
+  call('ZREM', K.starting, worker)
+  call('ZREM', K.turns, worker)
+  call('ZREM', K.line, worker)
+  return call('ZREM', K.workers, worker)
+end
+
+-- Those whose heart did not beat since.
+local function bury(since)
+  local dead = call('ZRANGEBYSCORE', K.workers, '-inf', '(' .. text(since))
+  for _, worker in ipairs(dead) do
+    strike(worker)
+  end
+end
+
 local FIELDS = {'state', 'lease_token', 'group', 'index', 'tokens', 'version_first', 'attempts',
   'crashes', 'interruptions', 'restarts', 'seq', 'worker'}
 
