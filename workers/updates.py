@@ -33,10 +33,10 @@ class Updater:
 
     async def listen(self) -> None:
         """Read the streams of publications and of this worker's turns, for ever; each entry is a
-        hint to look."""
+        hint to look. From their beginning: what comes between two reads must not be missed."""
         queue = self._state.queue
         updates, turn = queue.keys["updates"], queue.keys.turn(self._state.settings.name)
-        last: dict[Any, Any] = {updates: "$", turn: "0"}
+        last: dict[Any, Any] = {updates: "0", turn: "0"}
         while True:
             reply = await queue.retrying(partial(queue.redis.xread, last, block=2000))
             news = dict(reply.items() if isinstance(reply, dict) else reply or ())

@@ -65,3 +65,28 @@ def _show(figures: Figures, as_json: bool) -> None:
     width = max(map(len, figures))
     for name, value in figures.items():
         click.echo(f"{name:{width}}  {value:14,.2f}")
+
+
+@bench.command()
+@_redis
+@click.option("--engine", default="sim", show_default=True, type=click.Choice(["sim", "vllm"]))
+@click.option("--workers", default="1,4,16,64", show_default=True, help="Simulated, each in turn.")
+@click.option("--publications", default=20, show_default=True, type=click.IntRange(1))
+@click.option("--samples", default=4, show_default=True, type=click.IntRange(1), help="A worker.")
+@_json
+def update(
+    url: str | None, engine: str, workers: str, publications: int, samples: int, as_json: bool
+) -> None:
+    """From a publication to the last worker that stopped, and that serves it.
+
+    With vLLM: how long an engine stands still, against its own pause, load and resume.
+    """
+    from producer.bench.update import measure, measure_vllm
+    from producer.server import redis_at
+
+    with redis_at(url) as at:
+        if engine == "vllm":
+            figures = measure_vllm(at, publications, samples)
+        else:
+            figures = measure(at, [int(n) for n in workers.split(",")], publications, samples)
+        _show(figures, as_json)

@@ -25,6 +25,7 @@ from tests.integration.contract import Driver, heartbeat
 from tests.integration.pool import Pool
 from tests.integration.stepper import StepEngine, attempts
 from tests.waiting import DEADLINE_S, async_wait_until, wait_until
+from workers import fetch
 
 Harm = Callable[[Path], object]
 
@@ -113,6 +114,13 @@ async def test_publications_faster_than_the_files_can_be_read_do_not_stop_the_po
     reader.resume()
     await pool.serving(3, worker)
     assert engine.loads == [2, 3]
+
+
+async def test_small_files_need_no_process(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await pool.start(StepEngine())
+    monkeypatch.setattr(digest, "__file__", "/nowhere")
+
+    await pool.update(worker)
 
 
 async def test_the_process_ends_with_its_worker(pool: Pool) -> None:
@@ -259,10 +267,12 @@ def no_manifest(directory: Path) -> None:
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
+@pytest.mark.parametrize("small", [fetch._SMALL, 0], ids=["by a thread", "by a process"])
 async def test_files_that_are_not_as_published_are_named(
-    pool: Pool, harm: Harm, words: str
+    pool: Pool, harm: Harm, words: str, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the engine is touched: it goes on, and the publisher is told."""
+    monkeypatch.setattr(fetch, "_SMALL", small)
     engine = StepEngine(attempts(3))
     worker = await pool.start(engine, name="a", fetch_seconds=0)
     pool.submit()

@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 
 from producer import Rollout, RolloutClient, SamplingParams
+from producer.contract.connection import AsyncQueue
 from producer.contract.errors import ResultsTimeout
 from producer.contract.states import UpdatePolicy
-from tests.integration.contract import Driver
-from tests.integration.pool import Pool
+from tests.integration.contract import Driver, publish
+from tests.integration.pool import QUEUE, Pool
 from tests.integration.stepper import StepEngine, SteppedSim, attempts, sample_of
 from tests.waiting import async_wait_until
+from workers.admission import Admission
+from workers.report import Reporter
+from workers.settings import WorkerSettings
+from workers.state import WorkerState
+from workers.updates import Updater
 
 
 def runs(rollout: Rollout) -> list[tuple[int, int]]:
@@ -176,6 +182,19 @@ async def test_a_publication_survives_its_lost_notice(pool: Pool, driver: Driver
     driver.redis.delete(driver.keys["updates"])
 
     await pool.serving(path, worker)
+
+
+async def test_a_notice_that_comes_between_two_reads_is_heard(pool: Pool, driver: Driver) -> None:
+    queue = AsyncQueue(pool.url, QUEUE)
+    state = WorkerState(WorkerSettings(pool.url, QUEUE), queue, StepEngine())
+    driver.send(publish())
+    listening = asyncio.create_task(Updater(state, Admission(), Reporter(state)).listen())
+    try:
+        await async_wait_until(lambda: state.current == 1, "it looked")
+    finally:
+        listening.cancel()
+        await asyncio.wait([listening])
+        await queue.close()
 
 
 async def test_a_worker_that_joins_during_a_broadcast_ends_at_the_new_version(pool: Pool) -> None:
