@@ -7,7 +7,7 @@ small, so reading them costs next to nothing, and a load takes 200 ms. `serving_
 usual `max_updating`: the second half of the workers stops when the first one serves.
 
 With vLLM: how long the engine stands still for an update, against the bare sequence pause, load,
-resume on the same engine with as many requests running, half of it measured before and half after.
+resume on the same engine with as many requests running, in turn.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import json
 import os
 import queue
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from producer.contract.errors import EngineError
 from producer.contract.sampling import SamplingParams
 from producer.processes import log_tail
 
-_START_SECONDS, _UPDATE_SECONDS, _END_SECONDS = 300.0, 60.0, 60.0
+_LONGEST_SECONDS, _END_SECONDS = 300.0, 60.0
 _LOOK_SECONDS = 0.02
 #: seconds in which the pool generates before the next publication
 _STEADY_SECONDS = 0.2
@@ -42,6 +43,8 @@ _STEADY_SECONDS = 0.2
 _HALVES = 4
 #: of a model so small that more of them would only wait for each other
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+#: workers one after the other on one vLLM, with the bare sequence between them
+_PARTS = 4
 _PROMPT = [1, 5, 20, 7]
 
 Line = dict[str, Any]
@@ -85,15 +88,19 @@ def measure_vllm(url: str, publications: int, samples: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as place:
         model = Path(place, "model")
         make_model(model, seed=0)
-        rounds = -(-publications // 2)
-        with _pool(url, samples, [["vllm", str(model), str(rounds)]]) as pool:
-            idle = []
-            for _ in range(publications):
-                pool.submit(4 * samples, MAX_MODEL_LEN - len(_PROMPT))
-                pool.steady(samples)
-                lines, _ = pool.update(1, None, model)
-                idle += [line["idle_ms"] for line in lines]
-            bare = [line["bare_ms"] for line in pool.end() if "bare_ms" in line]
+        updates, rounds = -(-publications // _PARTS), -(-publications // (_PARTS + 1))
+        with _pool(url, samples, [["vllm", str(model), str(_PARTS), str(rounds)]]) as pool:
+            idle: list[float] = []
+            bare = pool.bare(rounds)
+            for _ in range(_PARTS):
+                for _ in range(updates):
+                    pool.submit(4 * samples, MAX_MODEL_LEN - len(_PROMPT))
+                    pool.steady(samples)
+                    lines, _ = pool.update(1, None, model)
+                    idle += [line["idle_ms"] for line in lines]
+                pool.next_part()
+                bare += pool.bare(rounds)
+            pool.end()
     return {
         "vllm_idle_ms": statistics.median(idle),
         "vllm_bare_ms": statistics.median(bare),
@@ -118,7 +125,6 @@ class _Pool:
     lines: queue.Queue[Line]
     readers: list[threading.Thread]
     published: int = 0
-    unread: list[Line] = field(default_factory=list)
 
     def submit(self, samples: int, tokens: int) -> None:
         params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
@@ -126,7 +132,7 @@ class _Pool:
 
     def steady(self, samples: int) -> None:
         """Wait until so many samples are in flight, and generated for a while."""
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + _LONGEST_SECONDS
         while (status := self.client.status()).leased < samples or any(
             w.state != "serving" for w in status.workers
         ):
@@ -145,36 +151,44 @@ class _Pool:
             files = self.files
             (files / "model.safetensors").write_bytes(b"weights %d" % self.published)
         version = self.client.publish_weights(files, max_updating=most, force=True)
-        said: dict[str, Line] = {}
-        deadline = time.monotonic() + _UPDATE_SECONDS
-        while len(said) < workers:
+        lines = self.said(workers, lambda line: line.get("version") == version)
+        published_at = self.client.status().of_version(version, "published_at")
+        return lines, int(published_at) / 1000
+
+    def bare(self, rounds: int) -> list[float]:
+        """What the bare sequences took, that come before a worker of vLLM and after it."""
+        return [line["bare_ms"] for line in self.said(rounds, lambda line: "bare_ms" in line)]
+
+    def said(self, count: int, wanted: Callable[[Line], bool]) -> list[Line]:
+        """The next so many lines of this kind; others are skipped."""
+        found: list[Line] = []
+        deadline = time.monotonic() + _LONGEST_SECONDS
+        while len(found) < count:
             with contextlib.suppress(queue.Empty):
                 line = self.lines.get(timeout=1.0)
-                if line.get("version") == version:
-                    said[line["worker"]] = line
-                else:
-                    self.unread.append(line)
+                if wanted(line):
+                    found.append(line)
             self.check()
             if time.monotonic() > deadline:
-                raise EngineError(f"{len(said)} of {workers} workers serve version {version}")
-        published_at = self.client.status().of_version(version, "published_at")
-        return list(said.values()), int(published_at) / 1000
+                raise EngineError(f"{len(found)} of {count} lines came")
+        return found
 
     def check(self) -> None:
-        if any(process.poll() is not None for process in self.processes):
-            raise EngineError(f"a worker ended; its log ends:\n{log_tail(self.log)}")
+        if any(process.poll() for process in self.processes):
+            raise EngineError(f"a worker failed; its log ends:\n{log_tail(self.log)}")
 
-    def end(self) -> list[Line]:
-        """End the workers; what they said besides."""
+    def next_part(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+
+    def end(self) -> None:
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()
-        for process in self.processes:
-            if process.wait(_END_SECONDS):
-                raise EngineError(f"a worker failed; its log ends:\n{log_tail(self.log)}")
-        for reader in self.readers:
-            reader.join()
-        return [*self.unread, *self.lines.queue]
+            process.wait(_END_SECONDS)
+        self.check()
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -183,9 +197,15 @@ class _Pool:
         process.stdout.close()
 
     def kill(self) -> None:
+        """Nothing is left, of vLLM's processes neither."""
         for process in self.processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        for reader in self.readers:
+            reader.join()
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """The workers of `rollq bench update`; started by `producer/bench/update.py`.
 
-    ROLLQ_REDIS_URL=... python -m workers.bench.update QUEUE WEIGHTS_DIR SAMPLES sim NAME...
-    ROLLQ_REDIS_URL=... python -m workers.bench.update QUEUE WEIGHTS_DIR SAMPLES vllm MODEL ROUNDS
+    python -m workers.bench.update QUEUE WEIGHTS_DIR SAMPLES sim NAME...
+    python -m workers.bench.update QUEUE WEIGHTS_DIR SAMPLES vllm MODEL PARTS ROUNDS
 
-Ordinary `Worker`s, several in one event loop where they are simulated. For each update of each a
-JSON line on stdout says when its engine had stopped and when it went on, by the clock that Redis
-on this machine has, too, and how long it stood still. With vLLM the bare sequence pause, load,
-resume is done ROUNDS times before the worker starts and after it has ended, on the same engine,
-and a line says how long the engine stood still for it. The end of stdin ends the worker.
+ROLLQ_REDIS_URL says where Redis is. Ordinary `Worker`s, several in one event loop where they are
+simulated. For each update of each a JSON line on stdout says when its engine had stopped and when
+it went on, by the clock that Redis on this machine has, too, and how long it stood still. The end
+of stdin ends them.
+
+With vLLM it is PARTS workers one after the other, on one engine, each ended by a line on stdin;
+before the first, between them and after the last the bare sequence pause, load, resume is done
+ROUNDS times, and a line says how long the engine stood still for it.
 """
 
 from __future__ import annotations
@@ -44,15 +47,17 @@ async def main(queue: str, weights_dir: str, samples: str, kind: str, *rest: str
         return
     from workers.engines.vllm_bare_update import bare_update, outlives_its_worker
 
-    model, rounds = rest
+    model, parts, rounds = rest
     engine, shutdown = await outlives_its_worker(model)
-    resume = engine.resume
-    for last in (False, True):
+    pause, load, resume = engine.pause, engine.load, engine.resume
+    for part in range(int(parts) + 1):
         for _ in range(int(rounds)):
             _say(bare_ms=1000 * await bare_update(engine, model, held))
-        if not last:
-            _watch("vllm", engine)
-            await _serve([Worker(settings("vllm"), engine)])
+        if part < int(parts):
+            name = f"vllm-{part}"
+            _watch(name, engine)
+            await _serve([Worker(settings(name), engine)])
+            engine.pause, engine.load, engine.resume = pause, load, resume
             await resume()  # its worker has left it paused
     await shutdown()
 
@@ -84,9 +89,9 @@ def _watch(name: str, engine: Any) -> None:
 
 
 async def _serve(workers: list[Worker]) -> None:
-    """Until the end of stdin, or of a worker, which is a failure."""
+    """Until a line on stdin or its end, or the end of a worker, which is a failure."""
     working = [asyncio.create_task(worker.run()) for worker in workers]
-    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
+    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.readline))
     await asyncio.wait({*working, ended}, return_when=asyncio.FIRST_COMPLETED)
     for worker in workers:
         worker.stop()
