@@ -26,7 +26,6 @@ def test_from_a_publication_to_the_last_worker() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(400)
 def test_beside_the_bare_sequence() -> None:
     figures = bench("update", "--engine", "vllm", "--publications", "2")
 
