@@ -31,17 +31,33 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on
 @click.option("--samples", default=8192, show_default=True, type=click.IntRange(512))
 @click.option("--tokens", default=1000, show_default=True, type=click.IntRange(1, 100_000))
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--peers/--no-peers",
+    "with_peers",
+    default=None,
+    help="Other task queues, too, where installed. They leave keys behind, so not by default "
+    "if a URL is given.",
+)
 @_json
-def queue(url: str | None, samples: int, tokens: int, rounds: int, as_json: bool) -> None:
+def queue(
+    url: str | None,
+    samples: int,
+    tokens: int,
+    rounds: int,
+    with_peers: bool | None,
+    as_json: bool,
+) -> None:
     """Samples from submit to ack through a worker without an engine.
 
-    Against the same bytes in a plain pipelined queue (the floor), and against RQ.
+    Against the same bytes in a plain pipelined queue (the floor), against RQ, and against the
+    task queues that `rollq bench peers --install` installs.
     """
     from producer.bench.queue import measure
     from producer.server import redis_at
 
     with redis_at(url) as at:
-        _show(measure(at, samples, tokens, rounds), as_json)
+        others = url is None if with_peers is None else with_peers
+        _show(measure(at, samples, tokens, rounds, others), as_json)
 
 
 @bench.command()

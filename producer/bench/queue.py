@@ -2,7 +2,8 @@
 
 A trainer in this process keeps groups of 8 on the queue and acks what comes back; a worker in
 another runs the product's own code with an engine that answers at once. In turn with it, on the
-same server and with the same bytes: a plain pipelined queue (the floor), and RQ.
+same server and with the same bytes: a plain pipelined queue (the floor), RQ, and the other task
+queues that `rollq bench peers` finds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import redis
 
+from producer.bench.peer_environments import compare
 from producer.bench.peers import floor, rq_simple_worker
 from producer.client import RolloutClient
 from producer.contract.sampling import SamplingParams
@@ -29,8 +31,10 @@ _SERVE_SECONDS = 60.0
 _SENT = ("evalsha", "hgetall", "lrange", "xreadgroup", "xpending")
 
 
-def measure(url: str, samples: int, tokens: int, rounds: int) -> dict[str, float]:
-    """Medians over `rounds`; rates in samples a second."""
+def measure(
+    url: str, samples: int, tokens: int, rounds: int, peers: bool = False
+) -> dict[str, float]:
+    """Medians over `rounds`; rates in samples a second. `peers` leave keys behind."""
     queue = f"bench-{secrets.token_hex(3)}"
     ours, floors, costs = [], [], []
     with (
@@ -43,15 +47,20 @@ def measure(url: str, samples: int, tokens: int, rounds: int) -> dict[str, float
         workers.start("null", ["--engine", "null", "--queue", queue], environment)
         client.wait_for_version(0, timeout=_SERVE_SECONDS)
         _pass_through(client, 512, tokens)  # what is loaded once is loaded now
+
+        def through() -> float:
+            return _rate(samples, lambda: _pass_through(client, samples, tokens))
+
         for _ in range(rounds):
             before = _server(server)
-            rate = _rate(samples, lambda: _pass_through(client, samples, tokens))
+            rate = through()
             after = _server(server)
             ours.append(rate)
             costs.append({name: (after[name] - before[name]) / samples for name in after})
             floors.append(_rate(samples, lambda: floor(server, queue, samples, tokens)))
         few = min(256, samples)
         rq = _rate(few, lambda: rq_simple_worker(server, few, tokens))
+        others = compare(url, samples, 8 * tokens, through) if peers else {}
     cost = {name: statistics.median(c[name] for c in costs) for name in costs[0]}
     rate, limit = statistics.median(ours), statistics.median(floors)
     return {
@@ -64,6 +73,7 @@ def measure(url: str, samples: int, tokens: int, rounds: int) -> dict[str, float
         "commands_per_sample": cost["commands"],
         "bytes_per_token": cost["bytes"] / tokens,
         "slow_commands": cost["slow"] * samples,
+        **others,
     }
 
 

@@ -16,7 +16,7 @@ def bench(*arguments: str) -> dict[str, float]:
 
 def test_bench_queue() -> None:
     """At most three commands a sample, and 8.5 bytes a token with its logprob."""
-    figures = bench("queue", "--samples", "512", "--rounds", "1")
+    figures = bench("queue", "--samples", "512", "--rounds", "1", "--no-peers")
 
     assert figures["samples_per_second"] > 0
     assert 2 < figures["commands_per_sample"] <= 3
