@@ -37,9 +37,10 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## what the queue costs, as ratios within one run
-	$(BIN)/rollq bench queue $(ARGS)
-	$(BIN)/rollq bench interrupt
+# Without a peer the bench says so; no reason to measure nothing.
+bench: $(READY) ## every bench against its goal; ARGS="--check", ARGS="--only queue"
+	-$(BIN)/rollq bench peers --install
+	$(BIN)/rollq bench all $(ARGS)
 
 chaos: $(READY) ## harm a pool for minutes and audit it; ARGS="--samples 100000 --seed 7"
 	$(BIN)/python -m tests.chaos.run $(ARGS)

@@ -106,3 +106,51 @@ def update(
         else:
             figures = measure(at, [int(n) for n in workers.split(",")], publications, samples)
         _show(figures, as_json)
+
+
+@bench.command()
+@click.option("--install", is_flag=True, help="Make the environments that are missing.")
+def peers(install: bool) -> None:
+    """Other task queues that `rollq bench queue` compares with, where they are installed.
+
+    Each has an environment of its own in the user's cache.
+    """
+    from producer.bench.peer_environments import PEERS
+
+    for peer in PEERS:
+        if install and not peer.installed:
+            click.echo(f"installing {', '.join(peer.requirements)} in {peer.home}", err=True)
+            peer.install()
+        click.echo(f"{peer.name:10} {peer.home if peer.installed else 'not installed'}")
+
+
+@bench.command("all")
+@_redis
+@click.option("--only", multiple=True, metavar="NAME", help="Only this bench; may be repeated.")
+@click.option(
+    "--check",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Compare with a baseline; the one of the source tree by default.",
+)
+@click.option(
+    "--save",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Add this run to the baseline; the last three are kept.",
+)
+@_json
+def every(
+    url: str | None, only: tuple[str, ...], check: str | None, save: str | None, as_json: bool
+) -> None:
+    """All benches in turn, against their goals or against an earlier run.
+
+    Exit code 1: a bench failed, or a goal does not hold or was not measured. With --check it is
+    the figures that became worse which count in place of the goals.
+    """
+    from producer.bench.every import run
+
+    if not run(url, only, check, save, as_json):
+        raise click.exceptions.Exit(1)
