@@ -10,6 +10,16 @@ from producer.contract.keys import QueueKeys
 
 Command = tuple[str, ...]
 
+#: of a worker's hash
+_FIELDS = (
+    "version",
+    "loading",
+    "state",
+    "in_flight",
+    "tokens_per_second",
+    "last_error",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
@@ -71,7 +81,8 @@ def status_commands(keys: QueueKeys) -> list[Command]:
 
 
 def worker_commands(keys: QueueKeys, names: Sequence[bytes]) -> list[Command]:
-    return [("HGETALL", keys.worker(name.decode())) for name in names]
+    """What is shown of each: a third of what it says, and a waiting client looks often."""
+    return [("HMGET", keys.worker(name.decode()), *_FIELDS) for name in names]
 
 
 def build_status(replies: Sequence[Any], workers: Sequence[Any]) -> Status:
@@ -87,9 +98,9 @@ def build_status(replies: Sequence[Any], workers: Sequence[Any]) -> Status:
         current=int(level.get("current", 0)),
         last_good=int(level.get("last_good", 0)),
         workers=tuple(
-            _worker(name.decode(), texts(fields))
-            for name, fields in zip(names, workers, strict=True)
-            if fields
+            _worker(name.decode(), dict(zip(_FIELDS, values, strict=True)))
+            for name, values in zip(names, workers, strict=True)
+            if any(value is not None for value in values)
         ),
         stats={name: int(value) for name, value in texts(stats).items()},
         weights=level,
@@ -101,13 +112,13 @@ def texts(fields: dict[bytes, bytes]) -> dict[str, str]:
     return {k.decode(): v.decode("utf-8", "replace") for k, v in fields.items()}
 
 
-def _worker(name: str, fields: dict[str, str]) -> WorkerStatus:
+def _worker(name: str, fields: dict[str, bytes | None]) -> WorkerStatus:
     return WorkerStatus(
         name=name,
-        version=int(fields.get("version", -1)),
-        loading=int(fields.get("loading") or -1),
-        state=fields.get("state", "?"),
-        in_flight=int(fields.get("in_flight", 0)),
-        tokens_per_second=float(fields.get("tokens_per_second", 0.0)),
-        last_error=fields.get("last_error", ""),
+        version=int(fields["version"] or -1),
+        loading=int(fields["loading"] or -1),
+        state=(fields["state"] or b"?").decode(),
+        in_flight=int(fields["in_flight"] or 0),
+        tokens_per_second=float(fields["tokens_per_second"] or 0.0),
+        last_error=(fields["last_error"] or b"").decode("utf-8", "replace"),
     )
