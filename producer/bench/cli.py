@@ -154,3 +154,63 @@ def every(
 
     if not run(url, only, check, save, as_json):
         raise click.exceptions.Exit(1)
+
+
+@bench.command()
+@_redis
+@click.option("--workers", default=100, show_default=True, type=click.IntRange(1))
+@click.option("--samples", default=256, show_default=True, type=click.IntRange(1), help="Of each.")
+@click.option(
+    "--rate",
+    default=50.0,
+    show_default=True,
+    type=click.FloatRange(1),
+    help="Of a sample, a second.",
+)
+@click.option(
+    "--tokens",
+    default=256,
+    show_default=True,
+    type=click.IntRange(64),
+    help="Of each partial response when all are handed back.",
+)
+@click.option(
+    "--length",
+    "lengths",
+    default=(500, 2000, 8000, 32000),
+    show_default=True,
+    multiple=True,
+    type=click.IntRange(64),
+    help="Of whole responses; give it again for more.",
+)
+@click.option("--proof/--no-proof", default=True, help="Against real workers.", show_default=True)
+@_json
+def fleet(
+    url: str | None,
+    workers: int,
+    samples: int,
+    rate: float,
+    tokens: int,
+    lengths: tuple[int, ...],
+    proof: bool,
+    as_json: bool,
+) -> None:
+    """How many workers one Redis serves, up to so many played ones, and what each costs it.
+
+    A thousand workers with 256 samples each take gigabytes and many minutes on a small machine;
+    --samples 64 makes it short.
+    """
+    from producer.bench.fleet import BUSY, measure
+    from producer.server import redis_at
+
+    with redis_at(url) as at:
+        figures = measure(at, workers, samples, tokens, rate, lengths, prove=proof)
+    _show(figures, as_json)
+    if not as_json:
+        click.echo(f"\nworkers of {samples} samples that keep one Redis {BUSY:.0%} busy")
+        click.echo("response length   checkpoint 64   checkpoint 256   GB of 100 in flight")
+        for length in lengths:
+            at = f"at_{length}_tokens"
+            usual, rarely = figures[f"workers_{at}"], figures[f"workers_{at}_checkpoint_256"]
+            gigabytes = figures[f"gigabytes_per_100_workers_{at}"]
+            click.echo(f"{length:15,}   {usual:13,.0f}   {rarely:14,.0f}   {gigabytes:19,.2f}")
