@@ -230,8 +230,8 @@ async def test_a_hung_engine_ends_its_process_and_the_samples_go_elsewhere(
 async def test_a_dead_engine_ends_its_process_with_the_reason(
     pool: Pool, driver: Driver, start: Processes
 ) -> None:
-    dying = start("a", sim="token_rate=200,crash_id=0,stream_interval=4")
-    pool.submit(3, max_tokens=400)
+    dying = start("a", sim="token_rate=20,crash_id=0,stream_interval=4")
+    pool.submit(3, max_tokens=1500)
     await leased(driver, 3)
     pool.client.submit([[3, 0]], SamplingParams(max_tokens=8), ids=["kills"])
 
