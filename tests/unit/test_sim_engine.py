@@ -30,6 +30,7 @@ from tests.engine_contract import (
 from tests.waiting import async_wait_until
 from workers.engines import sim
 from workers.engines.sim import SimEngine, SimSettings
+from workers.engines.sim_batch import Batch
 from workers.engines.sim_model import HashModel, completed, replay
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +186,8 @@ def test_settings_are_read_from_a_command_line() -> None:
         ("max_num_seqs=many", "'many' is not a number"),
         ("max_num_seqs=0", "at least 1"),
         ("max_model_len=100,kv_cache_tokens=99", "cannot hold one sequence"),
+        ("token_rate=5,step_seconds=0.1", "both say"),
+        ("sample_seconds=0.1", "needs step_seconds"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(text: str, says: str) -> None:
@@ -213,6 +216,38 @@ async def test_prompts_take_their_time_one_after_the_other(make_engine: MakeEngi
     await asyncio.gather(*(run(engine, long_request([4 + i] * 100, tokens=2)) for i in range(3)))
 
     assert loop.time() - begin > 0.29
+
+
+def test_a_step_takes_as_long_as_its_sequences_and_new_prompts_say() -> None:
+    """And after a load all prefixes are computed again, with the tokens made so far."""
+    batch = Batch(SimSettings(step_seconds=1.0, sample_seconds=0.5, prefill_rate=10.0))
+    batch.add(long_request([5] * 20), None)
+    assert batch.begin(0.0) == 1.0 + 0.5 + 2.0
+    batch.add(long_request([6] * 10), None)
+    outputs = batch.step(3.5)  # without the one that came meanwhile
+    assert outputs is not None
+    assert len(outputs) == 1
+    assert batch.begin(3.5) == 1.0 + 2 * 0.5 + 1.0
+    batch.step(6.5)
+    assert batch.begin(6.5) == 1.0 + 2 * 0.5
+
+    batch.set_version(1)
+
+    assert batch.begin(7.5) == 1.0 + 2 * 0.5 + (22 + 11) / 10
+
+
+async def test_steps_are_not_faster_than_they_were_set(make_engine: MakeEngine) -> None:
+    times = {"step_seconds": 0.002, "sample_seconds": 0.001, "prefill_rate": 1000.0}
+    engine = await make_engine(token_rate=0.0, **times)
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+
+    made = await asyncio.gather(
+        *(run(engine, long_request([4 + i] * 50, tokens=50)) for i in range(2))
+    )
+
+    assert [len(m.token_ids) for m in made] == [50, 50]
+    assert loop.time() - begin > 0.29  # 50 steps of 4 ms, 100 tokens of prompts
 
 
 async def test_at_full_speed_the_loop_still_runs(make_engine: MakeEngine) -> None:
@@ -395,6 +430,7 @@ import asyncio
 from tests.engine_contract import long_request, run
 from workers.engines import sim
 from workers.engines.sim import SimEngine, SimSettings
+from workers.engines.sim_batch import Batch
 
 async def main():
     engine = SimEngine(SimSettings(kill_id=302))

@@ -58,9 +58,12 @@ _CATCH_UP_SECONDS = 1.0
 class SimSettings:
     """How the simulated engine behaves. Rates are a second, 0 for as fast as possible.
 
-    `late_seconds` delays the last outputs of aborted requests. `fail_versions` are loads
-    that fail. A prompt that holds `crash_id` kills the engine when it is computed,
-    `kill_id` the process (SIGKILL), and at `hang_id` the engine stops stepping.
+    With `step_seconds` a step takes so long, `sample_seconds` more for each sequence in it, and
+    its new prompts at `prefill_rate`, which delay all others as on a GPU; else `token_rate`
+    steps are made a second and prompts are computed beside them. `late_seconds` delays the
+    last outputs of aborted requests. `fail_versions` are loads that fail. A prompt that holds
+    `crash_id` kills the engine when it is computed, `kill_id` the process (SIGKILL), and at
+    `hang_id` the engine stops stepping.
     """
 
     vocab_size: int = 512
@@ -69,6 +72,8 @@ class SimSettings:
     kv_cache_tokens: int = 1 << 18
     token_rate: float = 0.0
     prefill_rate: float = 0.0
+    step_seconds: float = 0.0
+    sample_seconds: float = 0.0
     mean_tokens: float = 0.0
     stream_interval: int = 16
     start_seconds: float = 0.0
@@ -88,6 +93,10 @@ class SimSettings:
             )
         if self.max_num_seqs < 1 or self.stream_interval < 1:
             raise ValueError("max_num_seqs and stream_interval must be at least 1")
+        if self.token_rate and self.step_seconds:
+            raise ValueError("token_rate and step_seconds both say how long a step takes")
+        if self.sample_seconds and not self.step_seconds:
+            raise ValueError("sample_seconds needs step_seconds")
 
     @classmethod
     def parse(cls, text: str) -> SimSettings:
@@ -269,22 +278,32 @@ class SimEngine:
         self._work.clear()
 
     async def _run(self) -> None:
-        rate = self.settings.token_rate
+        timed = self.settings.token_rate or self.settings.step_seconds
         while True:
             await self._work.wait()
-            begin, steps = time.monotonic(), 0
+            due = time.monotonic()
+            due += self._step_takes(due)
             while self._work.is_set():
-                now = time.monotonic()
-                if not rate:
+                if not timed:
                     await asyncio.sleep(self._step_for(_SLICE_SECONDS))
                     continue
-                due = int((now - begin) * rate) - steps
-                if due > rate * _CATCH_UP_SECONDS:
-                    begin, steps, due = now, 0, 1
-                for _ in range(due):
+                now = time.monotonic()
+                if now - due > _CATCH_UP_SECONDS:
+                    due = now
+                while due <= now and self._work.is_set():
                     self._step()
-                steps += due
-                await asyncio.sleep(max((steps + 1) / rate - (now - begin), _SLICE_SECONDS))
+                    due += self._step_takes(due)
+                await asyncio.sleep(max(due - now, _SLICE_SECONDS))
+
+    def _step_takes(self, now: float) -> float:
+        """Seconds to the end of the step that begins now."""
+        if not self.settings.step_seconds:
+            return 1.0 / self.settings.token_rate if self.settings.token_rate else 0.0
+        try:
+            return self._batch.begin(now)
+        except Poison as poison:
+            self._harm(poison)
+            return self.settings.step_seconds
 
     def _step_for(self, seconds: float) -> float:
         """Step as often as that time allows; return how long there is nothing to do."""

@@ -68,6 +68,7 @@ class Batch:
         self._version = 0
         self._admissions = 0
         self._prefill_until = 0.0
+        self._new_tokens = 0  # of prompts that came in since the last step began
         self.live: dict[str, Running] = {}
         self._waiting: deque[Running] = deque()
         rows, width = settings.max_num_seqs, settings.stream_interval
@@ -116,14 +117,34 @@ class Batch:
         return output
 
     def set_version(self, version: int) -> None:
-        """Tokens made so far, given out or not, stay of the version before."""
+        """Tokens made so far, given out or not, stay of the version before.
+
+        What is cached of them does not: all prefixes are computed again, the oldest first.
+        """
         for running in self.live.values():
             self._close_run(running)
         self._version = version
+        rows = [r for r in self._rows if r is not None]
+        for running in sorted(rows, key=lambda r: -r.admission):
+            self._vacate(running)
+            self._waiting.appendleft(running)
 
     def next_ready(self) -> float:
         """When the first prompt is computed; infinity if none is being computed."""
         return float(self._ready_at.min())
+
+    def begin(self, now: float) -> float:
+        """With `step_seconds`, before each step: let in who waits; return what the step takes.
+
+        Raises:
+            Poison: before the step changed anything but who waits.
+        """
+        self._admit(now)
+        s, new = self._settings, self._new_tokens
+        self._new_tokens = 0
+        sequences = sum(r is not None for r in self._rows)
+        prefill = new / s.prefill_rate if s.prefill_rate else 0.0
+        return s.step_seconds + s.sample_seconds * sequences + prefill
 
     def step(self, now: float) -> list[tuple[Running, EngineOutput]] | None:
         """Make one token of every sequence whose prompt is computed; None if there is none.
@@ -131,7 +152,8 @@ class Batch:
         Raises:
             Poison: before the step changed anything but who waits.
         """
-        self._admit(now)
+        if not self._settings.step_seconds:
+            self._admit(now)
         rows = self._fit_cache(np.flatnonzero(self._ready_at <= now))
         if not len(rows):
             return None
@@ -214,7 +236,8 @@ class Batch:
         self._pending[row] = pending
         self._tokens[row, :pending] = running.tokens
         self._logprobs[row, :pending] = running.logprobs
-        if self._settings.prefill_rate:
+        self._new_tokens += running.position
+        if self._settings.prefill_rate and not self._settings.step_seconds:
             # Prompts are computed one after the other, beside the steps of the others.
             now = max(now, self._prefill_until) + running.position / self._settings.prefill_rate
             self._prefill_until = now
