@@ -126,6 +126,25 @@ def _obituary(worker: _Worker) -> str:
     return f"{worker.name} {how}; its log {worker.log} ends:\n{log_tail(worker.log)}"
 
 
+def engine_environment(workers: int) -> dict[str, str]:
+    """For so many vLLM workers that share this machine with a trainer, with or without GPUs."""
+    return {
+        "OMP_NUM_THREADS": str(engine_threads(workers)),
+        # Workers that bind their threads to the same cores would halve each other.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # A CPU engine then computes in the process that schedules. As two processes they spin
+        # on shared memory while they wait for each other, which halves the speed on few cores.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def engine_threads(processes: int) -> int:
+    """What each of so many processes may use, one core left to the others."""
+    return max(1, min(4, ((os.cpu_count() or 2) - 1) // processes))
+
+
 def log_tail(path: Path, lines: int = 15) -> str:
     """The last lines of a log, however long it is."""
     try:

@@ -15,7 +15,7 @@ from producer.demo import laps
 MAX_MODEL_LEN = 192
 
 
-def make_model(directory: Path, seed: int) -> Any:
+def make_model(directory: Path, seed: int, length: int = MAX_MODEL_LEN) -> Any:
     """Save a freshly initialised model and its tokenizer; return the model (on the CPU).
 
     The same seed gives the same weights. Weights are float32: a CPU without AVX-512 is
@@ -35,7 +35,7 @@ def make_model(directory: Path, seed: int) -> Any:
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=length,
         tie_word_embeddings=False,
         # Wider than usual: with so few units the customary 0.02 starts too flat to learn.
         initializer_range=0.1,

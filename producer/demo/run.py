@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import secrets
 import shutil
 import time
@@ -25,7 +24,7 @@ from producer.demo.loop import DemoConfig, Loop
 from producer.demo.model import MAX_MODEL_LEN
 from producer.demo.report import Report, audit_fields
 from producer.demo.trainers import PolicyTrainer, PretendTrainer, Trainer
-from producer.processes import WorkerProcesses
+from producer.processes import WorkerProcesses, engine_environment, engine_threads
 from producer.server import redis_at
 
 #: A simulated worker: lengths like the task's, 60 tokens a second a sample.
@@ -102,7 +101,7 @@ def _make_trainer(config: DemoConfig) -> Trainer:
         given=config.model,
         lr=config.lr,
         seed=config.seed,
-        threads=_threads(1),
+        threads=engine_threads(1),
     )
 
 
@@ -112,14 +111,7 @@ def _start_workers(
     environment = {
         # Not as an argument, which other users of the machine could read: it may hold a password.
         "ROLLQ_REDIS_URL": url,
-        "OMP_NUM_THREADS": str(_threads(config.workers)),
-        # Workers that bind their threads to the same cores would halve each other.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # A CPU engine then computes in the process that schedules. As two processes they spin
-        # on shared memory while they wait for each other, which halves the speed on few cores.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
+        **engine_environment(config.workers),
     }
     for i in range(1, config.workers + 1):
         name = f"worker-{i}"
@@ -142,11 +134,6 @@ def _engine_arguments(config: DemoConfig, trainer: Trainer, number: int) -> list
         # With one seed for all they would draw the same random numbers.
         *("--seed", str(config.seed * 1000 + number)),
     ]
-
-
-def _threads(processes: int) -> int:
-    """What each of so many processes may use, one core left to the others."""
-    return max(1, min(4, ((os.cpu_count() or 2) - 1) // processes))
 
 
 def _report(
