@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -214,3 +216,63 @@ def fleet(
             usual, rarely = figures[f"workers_{at}"], figures[f"workers_{at}_checkpoint_256"]
             gigabytes = figures[f"gigabytes_per_100_workers_{at}"]
             click.echo(f"{length:15,}   {usual:13,.0f}   {rarely:14,.0f}   {gigabytes:19,.2f}")
+
+
+@bench.command()
+@_redis
+@click.option("--engine", type=click.Choice(["sim", "vllm"]), default="sim", show_default=True)
+@click.option("--workers", type=click.IntRange(1), help="For each policy.  [default: 2]")
+@click.option("--slots", type=click.IntRange(1), help="Samples a worker runs.  [default: 32]")
+@click.option("--batch", type=click.IntRange(1), help="Samples a trainer's step.  [default: 64]")
+@click.option("--steps", type=click.IntRange(1), help="[default: 16, or 8 with vLLM]")
+@click.option("--update-every", type=click.IntRange(1), help="Steps.  [default: 2]")
+@click.option("--train-seconds", type=click.FloatRange(0), help="[default: 10, or 0.5 with vLLM]")
+@click.option("--longest", type=click.IntRange(64), help="[default: 16384, or 512 with vLLM]")
+@click.option("--speed", type=click.FloatRange(1), help="Of the simulated pool.  [default: 12]")
+@click.option("--shape", "shapes", multiple=True, help="lognormal, reasoning; may be repeated.")
+@click.option("--policy", "policies", multiple=True, help="Some of them; may be repeated.")
+@click.option("--chart", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG.")
+@_json
+def partial(
+    url: str | None, engine: str, chart: Path | None, as_json: bool, **options: Any
+) -> None:
+    """What partial rollouts are worth: the same work under each policy of a weight update.
+
+    \b
+    wait      nothing is in flight: the update waits until every sample has ended
+    finish    each worker ends what it holds and then loads, while the trainer goes on
+    restart   samples in flight are handed back, and start again from nothing
+    keep      they stay where they are and go on under the new weights
+    requeue   they are handed back with their tokens, and go on anywhere
+
+    Lengths have long tails: lognormal, or like reasoning traces (many short, a heavy tail, 5% cut).
+    Columns: tokens thrown away and prefixes prefilled again, of each delivered token; how long the
+    trainer waits; staleness of delivered tokens, mean and most; mean length of the first quarter
+    and half of what was delivered, against that of what was submitted first.
+    """
+    import dataclasses
+    import importlib.util
+
+    from producer.bench import partial as bench_partial
+    from producer.bench.partial_report import chart as draw
+    from producer.bench.partial_report import table
+    from producer.server import redis_at
+
+    base = bench_partial.VLLM if engine == "vllm" else bench_partial.Plan()
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    if engine == "vllm" and "speed" in given:
+        raise click.UsageError("--speed is of the simulated engine")
+    if chart is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--chart needs matplotlib: pip install 'rollq[bench]'")
+    try:
+        plan = dataclasses.replace(base, **given)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    with redis_at(url) as at:
+        found = bench_partial.run(at, plan)
+    if chart is not None:
+        draw(chart, found, plan.title)
+    if as_json:
+        _show(bench_partial.flat(found), as_json)
+    else:
+        click.echo(table(found))
