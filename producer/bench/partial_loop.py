@@ -121,7 +121,7 @@ async def work_off(
     """
     told = Told()
     wasted = (await client.status()).stats.get("wasted_tokens", 0)
-    jobs = [_job(work, policy, at) for at in range(len(work.lengths))]
+    jobs = [job_at(work, policy, at) for at in range(len(work.lengths))]
     outbox, submitted = Outbox(queue), 0
 
     async def submit(step: int) -> None:
@@ -145,19 +145,20 @@ async def work_off(
             await submit(step)
         await asyncio.sleep(trained - time.monotonic())
         if step % work.update_every == 0 and step < work.steps:
-            await _publish(client, policy, weights, step)
+            await publish(client, policy, weights, step)
             told.updates += 1
             await submit(step)
     told.wasted = (await client.status()).stats.get("wasted_tokens", 0) - wasted
     return told
 
 
-def _job(work: Work, policy: str, at: int) -> Job:
+def job_at(work: Work, policy: str, at: int) -> Job:
+    """The sample number `at`."""
     params = SamplingParams(
         max_tokens=int(work.lengths[at]),
         ignore_eos=True,
-        # No seed: vLLM 0.32 on a CPU dies of one whose prompt it computes in parts, or again.
-        # Its state cannot be handed over, which is what makes a sample start again.
+        # Without a seed, of which vLLM 0.32 on a CPU dies when it computes a prefix in parts.
+        # A penalty's state cannot be handed over, which is what makes a sample start again.
         presence_penalty=1e-6 if policy == "restart" else 0.0,
     )
     prompt = np.arange(work.prompt) % 16 + 5
@@ -165,7 +166,8 @@ def _job(work: Work, policy: str, at: int) -> Job:
     return job
 
 
-async def _publish(client: AsyncRolloutClient, policy: str, weights: Path, step: int) -> None:
+async def publish(client: AsyncRolloutClient, policy: str, weights: Path, step: int) -> None:
+    """An update under this policy of the bench."""
     if policy == "wait":
         # Nothing is in flight: all load at once, and nothing is begun under the old weights.
         await client.publish_weights(weights, step=step, force=True, max_updating=1.0, wait="all")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from producer.bench.partial import Plan, flat
-from producer.bench.partial_loop import POLICIES, SHAPES, Told, Work, draw_lengths
+from producer.bench.partial_loop import POLICIES, SHAPES, Told, Work, draw_lengths, job_at
 from producer.bench.partial_report import chart, figures, table
 
 WORK = Work(
@@ -55,6 +55,15 @@ def test_reasoning_lengths_have_a_spike_at_the_end() -> None:
 def test_a_synchronous_trainer_submits_what_an_update_needs_and_others_more() -> None:
     assert [WORK.stock("wait", step) for step in range(4)] == [4, 4, 8, 8]
     assert [WORK.stock("requeue", step) for step in range(3)] == [7, 8, 8]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_what_is_to_start_again_does(policy: str) -> None:
+    job = job_at(WORK, policy, 4)
+
+    assert job.params.max_tokens == 4
+    assert job.metadata == 4
+    assert bool(job.params.stateful) == (policy == "restart")
 
 
 def test_figures_are_of_what_was_simulated() -> None:
