@@ -171,6 +171,27 @@ async def test_a_long_prompt_counts_as_progress(bench: VllmBench) -> None:
     assert bench.engine.progress - before >= 500 // BATCHED_TOKENS
 
 
+async def test_vllm_keeps_no_statistics_that_nothing_shows(bench: VllmBench) -> None:
+    import prometheus_client
+
+    stream, made = await start(bench.engine, long_request())
+    [state] = bench.engine.llm.output_processor.request_states.values()
+    await bench.engine.pause("abort")
+    await collect(stream, made)
+    await bench.engine.resume()
+
+    assert made.token_ids
+    assert state.stats is None
+    counted = [
+        sample.value
+        for metric in prometheus_client.REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name in ("vllm:generation_tokens_total", "vllm:iteration_tokens_total_count")
+    ]
+    assert counted
+    assert sum(counted) == 0
+
+
 async def test_weights_do_not_load_while_it_steps(
     bench: VllmBench, llamas: list[tuple[Path, Any]]
 ) -> None:
@@ -356,6 +377,8 @@ def test_vllms_flags_are_read_and_ours_are_set(llamas: list[tuple[Path, Any]]) -
 
     assert (args.model, args.max_model_len, args.seed) == (model, 128, 3)
     assert args.logprobs_mode == "processed_logprobs"
+    assert args.disable_log_stats
+    assert not engine_args_from_cli(model, ["--no-disable-log-stats"]).disable_log_stats
     assert engine_args_from_cli(model, ["--logprobs-mode", "raw_logprobs"]).logprobs_mode == (
         "raw_logprobs"
     )

@@ -50,6 +50,7 @@ from workers.engines.vllm_setup import (
     descendants,
     end_processes,
     engine_args_from_cli,
+    leave_out_statistics,
     register_weight_transfer,
     set_environment,
     step_counter,
@@ -97,6 +98,12 @@ class VllmEngine:
         if self._info is None:
             raise EngineDead("the engine was not started")
         return self._info
+
+    @property
+    def llm(self) -> Any:
+        """The `AsyncLLM` that was started; for what goes past this adapter."""
+        self._check_alive()
+        return self._llm
 
     @property
     def dead(self) -> str | None:
@@ -156,7 +163,10 @@ class VllmEngine:
 
         register_weight_transfer()
         self._args.weight_transfer_config = WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND)
-        return AsyncLLM.from_engine_args(self._args, stat_loggers=[step_counter(self._count_step)])
+        llm = AsyncLLM.from_engine_args(self._args, stat_loggers=[step_counter(self._count_step)])
+        if self._args.disable_log_stats:
+            leave_out_statistics(llm)
+        return llm
 
     def _count_step(self) -> None:
         self._steps += 1

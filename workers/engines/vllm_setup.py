@@ -83,6 +83,7 @@ def engine_args_from_cli(model: str, argv: Sequence[str]) -> AsyncEngineArgs:
     # vLLM's own default is one seed for all, and a group's members on two workers would draw
     # the same random numbers.
     parser.set_defaults(logprobs_mode="processed_logprobs", seed=secrets.randbelow(2**31))
+    parser.set_defaults(disable_log_stats=True)  # nothing shows them: the worker has its own
     if current_platform.is_cpu():
         parser.set_defaults(enforce_eager=True)
         if not _has_bf16():
@@ -129,6 +130,21 @@ def step_counter(count_step: Callable[[], None]) -> Any:
             """vLLM's own loggers say it."""
 
     return StepCounter
+
+
+def leave_out_statistics(llm: Any) -> None:
+    """Have a new `AsyncLLM` keep no times of tokens and requests, nor Prometheus metrics.
+
+    It would although told not to, for the step counter is a logger of statistics; a fifth of
+    what its part in the worker's process costs.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    llm.log_stats = llm.output_processor.log_stats = False
+    manager = llm.logger_manager
+    manager.stat_loggers = [
+        logger for logger in manager.stat_loggers if not isinstance(logger, PrometheusStatLogger)
+    ]
 
 
 def _has_bf16() -> bool:
