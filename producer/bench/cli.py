@@ -276,3 +276,32 @@ def partial(
         _show(bench_partial.flat(found), as_json)
     else:
         click.echo(table(found))
+
+
+@bench.command()
+@_redis
+@click.option("--size", default="tiny", show_default=True, type=click.Choice(["tiny", "135m"]))
+@click.option("--groups", type=click.IntRange(1), help="Of 8 samples, a round.  [tiny 16, 135m 4]")
+@click.option("--tokens", type=click.IntRange(1), help="Of a sample.  [tiny 512, 135m 128]")
+@click.option("--concurrency", type=click.IntRange(1), help="Samples at once.  [tiny 64, 135m 16]")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--threads", default=0, type=click.IntRange(0), help="Of the model; 0: vLLM's own.")
+@_json
+def engine(
+    url: str | None,
+    size: str,
+    groups: int | None,
+    tokens: int | None,
+    concurrency: int | None,
+    rounds: int,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Tokens a second of vLLM through the pool and without it, in turn, with random weights."""
+    from producer.bench.engine import LOADS, Load, measure
+    from producer.server import redis_at
+
+    usual = LOADS[size]
+    load = Load(groups or usual.groups, tokens or usual.tokens, concurrency or usual.concurrency)
+    with redis_at(url) as at:
+        _show(measure(at, size, load, rounds, threads), as_json)
