@@ -49,7 +49,7 @@ class WorkerState:
         interruption: the reason with which aborted samples are handed back.
         updates, updates_failed: how many updates it made, and versions it could not load.
         moved: set whenever a token was made or a sample ended or left.
-        free: set when a sample left or admission opened: time to claim.
+        free: set when a sample left, admission opened, or samples are ready: time to claim.
     """
 
     def __init__(self, settings: WorkerSettings, queue: AsyncQueue, engine: Engine) -> None:

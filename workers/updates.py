@@ -32,8 +32,8 @@ class Updater:
         self._swapper = Swapper(state, self._level, admission, reporter)
 
     async def listen(self) -> None:
-        """Read the streams of publications and of this worker's turns, for ever; each entry is a
-        hint to look. From their beginning: what comes between two reads must not be missed."""
+        """Read the streams of hints and of this worker's turns, for ever; whatever it is, this
+        worker looks. From their beginning: what comes between two reads must not be missed."""
         queue = self._state.queue
         updates, turn = queue.keys["updates"], queue.keys.turn(self._state.settings.name)
         last: dict[Any, Any] = {updates: "0", turn: "0"}
@@ -45,6 +45,7 @@ class Updater:
             if turn.encode() in news:
                 self._turns.called()
             if updates.encode() in news:
+                self._state.free.set()
                 await self.look()
 
     async def look(self) -> None:

@@ -158,7 +158,8 @@ class Worker:
             pause = idle if claimed else min(longest, pause * 2)
             if claimed and self._claimer.slots > 0:
                 continue
-            # Woken by the end of a sample, by an update that is through, or by `stop`.
+            # Woken by the end of a sample, by an update that is through, by a hint that samples
+            # are ready where none were, or by `stop`.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(state.free.wait(), pause * random.uniform(0.5, 1.0))
 

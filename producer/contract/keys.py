@@ -66,7 +66,7 @@ NAMES = {
     "done": "done:",  # string with TTL a group: tombstone of what was acked
     "dead": "dead",  # zset: dead-lettered sample id -> when, ms
     "weights": "weights",  # hash: the versions, `current` and `last_good`
-    "updates": "updates",  # stream: an entry a publication, only a hint
+    "updates": "updates",  # stream: publications, and that samples are ready; only hints
     "turns": "turns",  # zset: worker name -> until when it has its turn to load, ms
     "line": "line",  # zset: worker that waits for its turn -> its place
     "turn": "turn:",  # stream with TTL a worker: tells it that it has its turn

@@ -1,5 +1,5 @@
 -- enqueue: take in whole groups, once an id.
--- KEYS: ready sample chunks group done dead stats config
+-- KEYS: ready sample chunks group done dead stats config workers updates
 -- ARGV: | group size digest max_tokens prompt_tokens max_staleness staleness_policy restart reward traceparent job prompt_ids
 -- REPLY: a word a group: new, same (already here), done (already delivered), conflict, full
 -- INVARIANT: all members of a group become ready, or none.
@@ -45,6 +45,7 @@ local function create(group, size, fields)
   end
 end
 
+local idle, fresh = call('ZCARD', K.ready) == 0, false
 local answers = {}
 for i = 1, ITEMS do
   local group, size, digest, max_tokens, prompt_tokens, max_staleness, staleness_policy, restart,
@@ -63,6 +64,14 @@ for i = 1, ITEMS do
       'max_staleness', max_staleness, 'staleness_policy', staleness_policy, 'restart', restart,
       'reward', reward, 'traceparent', traceparent, 'job', job, 'prompt_ids', prompt_ids})
     answers[i] = 'new'
+    fresh = true
   end
+end
+-- Who found nothing ready looks again within half a second; a hint wakes it now. Of many
+-- workers some look at any moment, and to wake them all would be a burst of empty claims.
+local MANY = 64
+local workers = call('ZCARD', K.workers)
+if idle and fresh and workers > 0 and workers <= MANY then
+  call('XADD', K.updates, 'MAXLEN', '~', 1000, '*', 'ready', 'some')
 end
 return answers
