@@ -6,15 +6,15 @@ the same parameters (`workers/bench/engine.py`, a process that this one starts).
 ways nothing differs but the pool. Which goes first alternates.
 
 A way's time is from the first submit to the last ack, or from the first request to the last
-output: what the pool takes to begin (`pool_start_ms`) and to end is in it. While it is the other's turn the worker looks for samples and beats
-its heart, which is some 0.2 % of a core.
+output: what the pool takes to begin (`pool_start_ms`) and to end is in it. While it is the
+other's turn the worker looks for samples and beats its heart, some milliseconds a second.
 
 On a GPU's host there are cores that the model does not need. Here model, worker, trainer and
 Redis share them, and what any of them takes is taken from the model. So there is also the CPU
 time a token of each process: `host` is the worker's Python with vLLM's front end, `loop` the
 part of it in the event loop's thread, `core` vLLM's own processes, which compute.
-`share_of_bare_steps` says how much fuller the batches are without the pool, which gives the
-engine a new sample only after an old one has ended.
+`share_of_bare_steps` is below 1 where the pool's batches are less full: it gives the engine
+a new sample only after an old one has ended.
 """
 
 from __future__ import annotations
