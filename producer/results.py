@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from producer.contract.codec import unpack_ids
 from producer.contract.errors import InvalidPayload, InvalidSample
-from producer.contract.keys import QueueKeys, sample_id
+from producer.contract.keys import QueueKeys, sample_id, split_sample_id
 from producer.contract.messages import (
     LOGPROBS_MODE,
     Chunk,
@@ -61,14 +61,16 @@ def build_group(entry: str, group_id: str, replies: Sequence[Any]) -> RolloutGro
     except InvalidPayload as reason:
         reward_error = str(reason)
     rollouts = tuple(
-        _rollout(f"{group_id}/{i}", asked, fields, chunks)
-        for i, (fields, chunks) in enumerate(zip(replies[1::2], replies[2::2], strict=True))
+        _rollout(sample_id(group_id, i), asked, fields, chunks, reward)
+        for i, (fields, chunks, reward) in enumerate(
+            zip(replies[1::2], replies[2::2], rewards, strict=True)
+        )
     )
     return RolloutGroup(
         id=group_id,
-        rollouts=tuple(replace(r, reward=w) for r, w in zip(rollouts, rewards, strict=True)),
-        prompt_ids=rollouts[0].prompt_ids,
-        metadata=rollouts[0].metadata,
+        rollouts=rollouts,
+        prompt_ids=asked.prompt_ids,
+        metadata=asked.metadata,
         reward_error=reward_error,
         traceparent=_text(group.get(b"traceparent")),
         entry=entry,
@@ -104,17 +106,17 @@ def build_rollout(sid: str, group: Fields, fields: Fields, raw: Sequence[bytes])
     return _rollout(sid, _read_asked(sid, group), fields, raw)
 
 
-def _rollout(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes]) -> Rollout:
+def _rollout(
+    sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes], reward: Any = None
+) -> Rollout:
     try:
-        return _joined(sid, asked, fields, raw)
+        return _joined(sid, asked, fields, raw, reward)
     except (ValueError, ArithmeticError, RecursionError):
         reason = f"the fields of {sid} are not those of a sample"
-    group, _, index = sid.partition("/")
-    known = {b"group": group.encode(), b"index": index.encode()}
-    return _joined(sid, replace(asked, error=reason), known, ())
+    return _joined(sid, replace(asked, error=reason), {}, (), reward)
 
 
-def _joined(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes]) -> Rollout:
+def _joined(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes], reward: Any) -> Rollout:
     unreadable = asked.error
     chunks: list[Chunk] = []
     if not unreadable:
@@ -124,41 +126,50 @@ def _joined(sid: str, asked: _Asked, fields: Fields, raw: Sequence[bytes]) -> Ro
             unreadable = str(reason)
     if unreadable:
         fields = {**fields, b"state": b"failed", b"finish_reason": b"error"}
-    get = {k.decode(): v for k, v in fields.items()}.get
+    get = fields.get
+    group_id, index = split_sample_id(sid)
     params = asked.params
-    counts = [len(c.token_ids) for c in chunks]
     response_ids = np.concatenate([c.token_ids for c in chunks]) if chunks else _NO_IDS
     return Rollout(
         id=sid,
-        group_id=_text(get("group")),
-        index=int(get("index") or 0),
-        state=State(_text(get("state"))),
-        finish_reason=_text(get("finish_reason")),
-        stop_reason=_stop_reason(get("stop_reason")),
-        error=unreadable or _text(get("error")),
-        text=_text(get("text")),
+        group_id=group_id,
+        index=index or 0,
+        state=State(_text(get(b"state"))),
+        finish_reason=_text(get(b"finish_reason")),
+        stop_reason=_stop_reason(get(b"stop_reason")),
+        error=unreadable or _text(get(b"error")),
+        text=_text(get(b"text")),
         prompt_ids=asked.prompt_ids,
         response_ids=response_ids,
         response_mask=np.ones(len(response_ids), np.int32),
         response_logprobs=(
             np.concatenate([c.logprobs for c in chunks]) if chunks else _NO_LOGPROBS
         ),
-        versions=np.repeat(np.array([c.version for c in chunks], np.int32), counts),
+        versions=_versions(chunks),
         segments=_segments(chunks),
-        attempts=int(get("attempts") or 0),
-        interruptions=int(get("interruptions") or 0),
-        crashes=int(get("crashes") or 0),
-        recomputed_tokens=int(get("recomputed_tokens") or 0),
+        attempts=int(get(b"attempts") or 0),
+        interruptions=int(get(b"interruptions") or 0),
+        crashes=int(get(b"crashes") or 0),
+        recomputed_tokens=int(get(b"recomputed_tokens") or 0),
         logprobs_mode=chunks[0].logprobs_mode if chunks else LOGPROBS_MODE,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        enqueued_at=_seconds(get("enqueued_at")),
-        started_at=_seconds(get("started_at")),
-        finished_at=_seconds(get("finished_at")),
+        enqueued_at=_seconds(get(b"enqueued_at")),
+        started_at=_seconds(get(b"started_at")),
+        finished_at=_seconds(get(b"finished_at")),
         metadata=asked.metadata,
         prompt=asked.prompt,
+        reward=reward,
     )
+
+
+def _versions(chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+    if len({c.version for c in chunks}) == 1:
+        tokens = sum(len(c.token_ids) for c in chunks)
+        return np.full(tokens, chunks[0].version, np.int32)
+    counts = [len(c.token_ids) for c in chunks]
+    return np.repeat(np.array([c.version for c in chunks], np.int32), counts)
 
 
 def _segments(chunks: Sequence[Chunk]) -> tuple[Segment, ...]:

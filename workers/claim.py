@@ -6,6 +6,7 @@ import secrets
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from producer.contract.codec import unpack_ids
 from producer.contract.errors import EngineError, InvalidPayload, InvalidSample
@@ -23,6 +24,13 @@ _KV_SHARE = 0.9
 _SUSPECTS = 32
 #: how long other workers are left their share; longer than an idle one waits between claims
 _SHARE_SECONDS = 1.0
+
+
+_NOT_READ = SamplingParams()
+_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+
+#: prompt, parameters and prompt ids
+_Group = tuple[object, SamplingParams, NDArray[np.int32]]
 
 
 class Claimer:
@@ -58,7 +66,7 @@ class Claimer:
             return []  # one that was in several crashes is tried with nothing new beside it
         if limit <= 0 or (state.held and room <= 0):
             return []
-        current, last_good, headers, waiting = await state.queue.call(
+        current, last_good, headers, waiting, jobs = await state.queue.call(
             "claim",
             worker=state.settings.name,
             request=secrets.token_hex(8),
@@ -76,7 +84,7 @@ class Claimer:
             self._left_since = None
         elif self._left_since is None:
             self._left_since = time.monotonic()
-        held = [self._hold(Claim.from_wire(h)) for h in headers]
+        held = [self._hold(claim) for claim in Claim.from_reply(headers, jobs)]
         texts = await self._read_stored(held)
         try:
             await settle_prompts(state, [(h, texts[h.id]) for h in held if h.id in texts])
@@ -96,8 +104,8 @@ class Claimer:
     def _hold(self, claim: Claim) -> Held:
         held = Held(
             claim=claim,
-            params=SamplingParams(),
-            prompt_ids=np.empty(0, np.int32),
+            params=_NOT_READ,
+            prompt_ids=_NO_IDS,
             worker=self._state.settings.name,
             logprobs_mode=self._state.engine.info.logprobs_mode,
         )
@@ -119,14 +127,19 @@ class Claimer:
                 return replies
 
         stored = dict(zip((h.id for h in partial), await queue.retrying(read), strict=True))
+        read_groups: dict[str, _Group | str] = {}
         texts: dict[str, object] = {}
         for h in held:
+            group = read_groups.get(h.claim.group_id)
+            if group is None:
+                group = read_groups[h.claim.group_id] = _read_group(h.claim)
             try:
-                prompt, h.params, _ = read_job(h.claim.job, h.id)
-                h.prompt_ids = unpack_ids(h.claim.prompt_ids, f"prompt of {h.id}")
+                if isinstance(group, str):
+                    raise InvalidPayload(group)
+                prompt, h.params, h.prompt_ids = group
                 for data in stored.get(h.id, ()):
                     h.add_stored(Chunk.from_wire(data, h.id), data)
-            except (InvalidPayload, InvalidSample) as error:
+            except InvalidPayload as error:
                 h.outcome = Outcome("fail", str(error))
                 continue
             if not len(h.prompt_ids) and not prompt:
@@ -143,3 +156,12 @@ class Claimer:
             held.budget = resume.budget(held.params, len(held.prompt_ids), length)
         except InvalidSample as error:
             held.outcome = Outcome("fail", str(error))
+
+
+def _read_group(claim: Claim) -> _Group | str:
+    """What the claims of a group have in common, or why it cannot be read."""
+    try:
+        prompt, params, _ = read_job(claim.job, claim.group_id)
+        return prompt, params, unpack_ids(claim.prompt_ids, f"prompt of {claim.group_id}")
+    except (InvalidPayload, InvalidSample) as error:
+        return str(error)

@@ -61,7 +61,7 @@ def measure(url: str, samples: int, tokens: int) -> dict[str, float]:
 def _claim(queue: Queue, samples: int) -> list[Claim]:
     held: list[Claim] = []
     while len(held) < samples:
-        _, _, headers, _ = queue.call(
+        _, _, headers, _, jobs = queue.call(
             "claim",
             worker="bench",
             request=secrets.token_hex(8),
@@ -76,5 +76,5 @@ def _claim(queue: Queue, samples: int) -> list[Claim]:
         )
         if not headers:
             break
-        held += [Claim.from_wire(h) for h in headers]
+        held += Claim.from_reply(headers, jobs)
     return held

@@ -66,7 +66,7 @@ def list_(where: dict[str, str], limit: int, as_json: bool) -> None:
         fields = read_all(queue, [("HGETALL", queue.keys.sample(i)) for i, _ in rows])
     for (sid, at), raw in zip(rows, fields, strict=True):
         sample = texts(raw)
-        crashes, tokens = sample.get("crashes", "?"), sample.get("tokens", "?")
+        crashes, tokens = sample.get("crashes", "?"), sample.get("tokens", "0")
         if as_json:
             facts = {"id": sid, "at": at, "crashes": crashes, "error": sample.get("error", "")}
             click.echo(json.dumps(facts))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from producer.contract.keys import split_sample_id
 from producer.contract.states import State
 from producer.pipeline import read_all
 
@@ -24,7 +25,7 @@ LOOKED_AT = 256
 FIRST_WAITING = 32
 SLOWEST = 16
 
-_FIELDS = ("state", "group", "tokens", "version_first", "enqueued_at", "started_at")
+_FIELDS = ("state", "tokens", "version_first", "enqueued_at", "started_at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,16 @@ def look(queue: Queue, current: int) -> InFlight:
         ],
     )
     now = int(info.get("server_time_usec", time.time() * 1e6)) / 1e6
-    found = read_all(
-        queue, [("HMGET", keys.sample(s.decode()), *_FIELDS) for s in (*leased, *waiting)]
-    )
-    samples = [dict(zip(_FIELDS, values, strict=True)) for values in found if values[0]]
+    ids = [s.decode() for s in (*leased, *waiting)]
+    found = read_all(queue, [("HMGET", keys.sample(s), *_FIELDS) for s in ids])
+    samples = [
+        dict(zip(("id", *_FIELDS), (sid, *values), strict=True))
+        for sid, values in zip(ids, found, strict=True)
+        if values[0]
+    ]
     held = [s for s in samples if s["state"] == State.LEASED.encode()]
     waits = [s for s in samples if s["state"] == State.READY.encode()]
-    first = [int(s["version_first"]) for s in held]
+    first = [int(s["version_first"] or -1) for s in held]
     return InFlight(
         looked_at=len(held),
         staleness=dict(sorted(Counter(max(0, current - v) for v in first if v >= 0).items())),
@@ -88,7 +92,7 @@ def _slowest(queue: Queue, samples: Sequence[dict[str, Any]], now: float) -> tup
     members: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
         if sample["started_at"]:
-            members[sample["group"].decode()].append(sample)
+            members[split_sample_id(sample["id"])[0]].append(sample)
     started = {g: min(int(s["started_at"]) for s in found) for g, found in members.items()}
     slow = sorted(started, key=lambda g: started[g])[:SLOWEST]
     sizes = read_all(queue, [("HMGET", queue.keys.group(g), "size", "ended") for g in slow])
@@ -98,7 +102,7 @@ def _slowest(queue: Queue, samples: Sequence[dict[str, Any]], now: float) -> tup
             running_s=now - started[group] / 1000,
             size=int(size),
             ended=int(ended),
-            tokens=max(int(s["tokens"]) for s in members[group]),
+            tokens=max(int(s["tokens"] or 0) for s in members[group]),
         )
         for group, (size, ended) in zip(slow, sizes, strict=True)
         if size is not None

@@ -20,9 +20,13 @@ from producer.contract.errors import InvalidPayload, InvalidSample
 MAX_PAYLOAD = 4 * 1024 * 1024
 #: values that one may hold in lists and maps; a byte of msgpack can make 70 of Python's memory
 MAX_VALUES = 1 << 18
+#: fields of a record
+MAX_FIELDS = 16
 
+_WIRE_INT32, _WIRE_FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _INT32 = 1
 _FLOAT32 = 2
+_UNREADABLE = (ValueError, TypeError, MemoryError, msgpack.UnpackException)
 
 
 def pack(value: Any, what: str) -> bytes:
@@ -32,17 +36,23 @@ def pack(value: Any, what: str) -> bytes:
         InvalidSample: `what` holds a type, an integer or a text that msgpack cannot carry,
             is nested too deeply, or is larger than MAX_PAYLOAD or MAX_VALUES.
     """
+    data = pack_own(value, what)
+    try:
+        # msgpack writes maps that it does not read again, such as those with integer keys.
+        unpack(data, what)
+    except InvalidPayload as error:
+        raise InvalidSample(str(error)) from None
+    return data
+
+
+def pack_own(value: Any, what: str) -> bytes:
+    """`pack` for what this program made itself, and need not be read back to be sure of it."""
     try:
         data: bytes = msgpack.packb(value, default=_default, use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidSample(f"{what} cannot be encoded: {error}") from None
     if len(data) > MAX_PAYLOAD:
         raise InvalidSample(f"{what} has {len(data)} bytes, allowed are {MAX_PAYLOAD}")
-    try:
-        # msgpack writes maps that it does not read again, such as those with integer keys.
-        unpack(data, what)
-    except InvalidPayload as error:
-        raise InvalidSample(str(error)) from None
     return data
 
 
@@ -52,8 +62,7 @@ def unpack(data: bytes, what: str) -> Any:
     Raises:
         InvalidPayload: `data` is too large or is not such msgpack; `what` is named.
     """
-    if len(data) > MAX_PAYLOAD:
-        raise InvalidPayload(f"{what} has {len(data)} bytes, allowed are {MAX_PAYLOAD}")
+    _check_size(data, what)
     counter = _Counter()
     try:
         _walk(data)
@@ -67,21 +76,46 @@ def unpack(data: bytes, what: str) -> Any:
             raw=False,
             strict_map_key=True,
         )
-    except (ValueError, TypeError, MemoryError, msgpack.UnpackException) as error:
-        reason = str(error) or type(error).__name__
-        raise InvalidPayload(f"{what} is not a rollq payload: {reason}") from None
+    except _UNREADABLE as error:
+        raise _refusal(error, what) from None
+
+
+def unpack_record(data: bytes, what: str) -> Any:
+    """Decode a map of up to MAX_FIELDS fields, none of them a list, so that there is nothing to
+    count. Raises like `unpack`."""
+    _check_size(data, what)
+    try:
+        return msgpack.unpackb(
+            data,
+            ext_hook=_ext_hook,
+            max_array_len=0,
+            max_map_len=MAX_FIELDS,
+            raw=False,
+            strict_map_key=True,
+        )
+    except _UNREADABLE as error:
+        raise _refusal(error, what) from None
+
+
+def _check_size(data: bytes, what: str) -> None:
+    if len(data) > MAX_PAYLOAD:
+        raise InvalidPayload(f"{what} has {len(data)} bytes, allowed are {MAX_PAYLOAD}")
+
+
+def _refusal(error: Exception, what: str) -> InvalidPayload:
+    return InvalidPayload(f"{what} is not a rollq payload: {str(error) or type(error).__name__}")
 
 
 def pack_ids(ids: NDArray[np.int32]) -> bytes:
     """Token ids as little-endian int32 bytes, as the field `prompt_ids` holds them."""
-    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+    return ids.astype(_WIRE_INT32, copy=False).tobytes()
 
 
 def unpack_ids(data: bytes, what: str) -> NDArray[np.int32]:
     """A read-only int32 view of such bytes. Raises InvalidPayload."""
     if len(data) % 4:
         raise InvalidPayload(f"{what} has {len(data)} bytes, not a multiple of 4")
-    return np.frombuffer(data, dtype="<i4")
+    return np.frombuffer(data, dtype=_WIRE_INT32)
 
 
 class _Counter:
@@ -109,7 +143,7 @@ def _default(value: Any) -> Any:
         if value.dtype == np.int32:
             return msgpack.ExtType(_INT32, pack_ids(value))
         if value.dtype == np.float32:
-            return msgpack.ExtType(_FLOAT32, np.ascontiguousarray(value, dtype="<f4").tobytes())
+            return msgpack.ExtType(_FLOAT32, value.astype(_WIRE_FLOAT32, copy=False).tobytes())
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} is not a plain value")
@@ -117,5 +151,5 @@ def _default(value: Any) -> Any:
 
 def _ext_hook(code: int, data: bytes) -> Any:
     if code in (_INT32, _FLOAT32) and len(data) % 4 == 0:
-        return np.frombuffer(data, dtype="<i4" if code == _INT32 else "<f4")
+        return np.frombuffer(data, dtype=_WIRE_INT32 if code == _INT32 else _WIRE_FLOAT32)
     raise ValueError(f"extension type {code} of {len(data)} bytes is unknown")

@@ -58,7 +58,7 @@ class QueueKeys:
 NAMES = {
     "ready": "ready",  # zset: sample id -> sequence number, below 0 after a crash
     "leases": "leases",  # zset: sample id -> expiry, ms of Redis TIME
-    "sample": "sample:",  # hash a sample: its state, all text
+    "sample": "sample:",  # hash a sample: its state, all text; a count that is absent is 0
     "chunks": "chunks:",  # list a sample: msgpack chunks, the only truth about its tokens
     "group": "group:",  # hash a group: size, index -> terminal state; job, prompt_ids binary
     "results": "results",  # stream: one entry a closed group

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,16 +143,26 @@ class Claim:
     prompt_ids: bytes
 
     @classmethod
-    def from_wire(cls, h: list[Any]) -> Claim:
-        """Raises InvalidPayload where a field of the sample is not what the scripts write."""
+    def from_reply(cls, headers: list[list[Any]], jobs: list[list[bytes]]) -> list[Claim]:
+        """What `claim` answered, in its order; the claims of a group share its job's bytes.
+
+        Raises InvalidPayload where a field of a sample is not what the scripts write.
+        """
+        by_group = {group: (job, prompt_ids) for group, job, prompt_ids in jobs}
+        return [cls._from_wire(h, by_group) for h in headers]
+
+    @classmethod
+    def _from_wire(cls, h: list[Any], jobs: Mapping[bytes, tuple[bytes, bytes]]) -> Claim:
         try:
-            if not (isinstance(h[8], bytes) and isinstance(h[9], bytes)):
+            group, _, index = h[0].rpartition(b"/")
+            job, prompt_ids = jobs[group]
+            if not (isinstance(job, bytes) and isinstance(prompt_ids, bytes)):
                 raise TypeError
             return cls(
-                h[0].decode(), h[1].decode(), h[2].decode(), int(h[3]), int(h[4]), int(h[5]),
-                int(h[6]), int(h[7]), h[8], h[9],
+                h[0].decode(), h[1].decode(), group.decode(), int(index), int(h[2]), int(h[3]),
+                int(h[4]), int(h[5]), job, prompt_ids,
             )  # fmt: skip
-        except (ValueError, TypeError, AttributeError, IndexError):
+        except (ValueError, TypeError, AttributeError, LookupError):
             name = repr(h[0] if h else None)[:200]
             raise InvalidPayload(f"the fields of sample {name} are not a claim's") from None
 
@@ -177,12 +188,12 @@ class Chunk:
         }
         if self.logprobs_mode != LOGPROBS_MODE:
             wire["m"] = self.logprobs_mode
-        return codec.pack(wire, "chunk")
+        return codec.pack_own(wire, "chunk")
 
     @classmethod
     def from_wire(cls, data: bytes, what: str) -> Chunk:
         """Raises InvalidPayload where `data` is no chunk."""
-        wire = codec.unpack(data, f"chunk of {what}")
+        wire = codec.unpack_record(data, f"chunk of {what}")
         try:
             chunk = cls(
                 wire["v"], wire["w"], wire["a"], wire["t"], wire["l"], wire.get("m", LOGPROBS_MODE)

@@ -80,7 +80,13 @@ local function item(i)
   return unpack(ARGV, {base} + (i - 1) * {stride} + 1, {base} + i * {stride})
 end
 """
-    source = prelude + library + text
+    source = f"""{prelude}{library}
+local function operation()
+{text}end
+local reply = operation()
+settle()
+return reply
+"""
     return Script(
         name=name,
         source=source,

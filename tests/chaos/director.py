@@ -369,7 +369,7 @@ class Director:
             length = watch.made.get((sample, attempt))
             if token == watch.tokens[sample] and length is not None:
                 _, group = self.work.slice_of(sample.partition("/")[0])
-                watch.unstored[sample] = length - len(group.prompt) - int(tokens)
+                watch.unstored[sample] = length - len(group.prompt) - int(tokens or 0)
 
     def _watch_recoveries(self, now: float) -> None:
         """A sample is taken back when it is not leased under the old token any more, and taken

@@ -307,7 +307,7 @@ class Driver:
         return [i.decode() for i in self.redis.zrange(self.keys["dead"], 0, -1)]
 
     def sample(self, sid: str) -> dict[str, str]:
-        return texts(self.redis.hgetall(self.keys.sample(sid)))
+        return sample_fields(self.redis.hgetall(self.keys.sample(sid)))
 
     def group(self, group: str = "g") -> dict[str, str]:
         return texts(self.redis.hgetall(self.keys.group(group)))
@@ -370,7 +370,7 @@ _READ: dict[str, Callable[[bytes], tuple[Any, ...]]] = {
 
 
 def claims(reply: Any) -> list[Claim]:
-    return [Claim.from_wire(h) for h in reply[2]]
+    return Claim.from_reply(reply[2], reply[4])
 
 
 def answer(call: Call, reply: Any) -> Any:
@@ -379,6 +379,18 @@ def answer(call: Call, reply: Any) -> Any:
     if name in ("checkpoint", "release", "finish", "fail", "renew"):
         reply = reply[2]
     return reply[0] if len(items) == 1 and isinstance(reply, list) else reply
+
+
+#: what a sample's hash need not say
+_AT_FIRST = {
+    **dict.fromkeys(("attempts", "crashes", "interruptions", "restarts"), "0"),
+    **dict.fromkeys(("tokens", "recomputed_tokens"), "0"),
+    **dict.fromkeys(("version_first", "version_last"), "-1"),
+}
+
+
+def sample_fields(flat: Any) -> dict[str, str]:
+    return {**_AT_FIRST, **texts(flat)} if flat else {}
 
 
 def texts(flat: Any) -> dict[str, str]:

@@ -309,7 +309,7 @@ class Interleaving(RuleBasedStateMachine):
         for s, fields, raw in zip(samples.values(), hashes, chunks, strict=True):
             places = (s.id in ready, s.id in leases, s.state in TERMINAL)
             assert sum(places) == 1, f"{s.id} is in {places}"
-            self.sample_is_as(s, contract.texts(fields), raw)
+            self.sample_is_as(s, contract.sample_fields(fields), raw)
         groups = d.pipe([("HGETALL", keys.group(name)) for name in model.groups])
         for name, fields in zip(model.groups, groups, strict=True):
             self.group_is_as(name, contract.texts(fields))

@@ -31,6 +31,15 @@ def test_a_claim_hands_out_whole_samples_once(driver: Driver) -> None:
     assert driver.sample("g/0")["worker"] == "a"
 
 
+def test_a_claim_says_a_prompt_once_a_group(driver: Driver) -> None:
+    driver.enqueue(job("g", 3, prompt=(5, 6)), job("h", 1, prompt=(7,)))
+
+    for _ in range(2):  # also when it is asked again
+        _, _, headers, _, groups = driver.queue.call_many([contract.claim(request="once")])[0]
+        assert [h[0] for h in headers] == [b"g/0", b"g/1", b"g/2", b"h/0"]
+        assert [(g[0], g[2]) for g in groups] == [(b"g", b"\5\0\0\0\6\0\0\0"), (b"h", b"\7\0\0\0")]
+
+
 def test_a_claim_asked_again_gets_the_same_answer(driver: Driver) -> None:
     driver.enqueue(job("g", 3))
 

@@ -22,8 +22,8 @@ def test_a_group_is_taken_in_whole(driver: Driver) -> None:
     assert driver.ready() == ["g/0", "g/1", "g/2", "h/0"]
     assert driver.stats() == {"groups_enqueued": 2, "samples_enqueued": 4}
     sample = driver.sample("g/2")
-    assert (sample["state"], sample["group"], sample["index"]) == ("ready", "g", "2")
-    assert (sample["tokens"], sample["version_first"], sample["version_last"]) == ("0", "-1", "-1")
+    assert (sample["state"], sample["attempts"], sample["tokens"]) == ("ready", "0", "0")
+    assert (sample["version_first"], sample["version_last"]) == ("-1", "-1")
 
 
 def test_an_id_is_taken_in_once_while_it_is_here_and_after(driver: Driver) -> None:

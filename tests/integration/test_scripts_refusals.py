@@ -173,6 +173,23 @@ def test_an_ack_of_what_is_no_entry_has_changed_nothing(driver: Driver) -> None:
     assert driver.dump() == before
 
 
+def test_an_error_halfway_has_changed_nothing(driver: Driver) -> None:
+    """What a script writes, it writes at its end."""
+    driver.enqueue(job("sound", 2), job("broken"))
+    first, second, broken = driver.claim()
+    driver.redis.delete(driver.keys.group("broken"))
+    before = driver.dump()
+
+    scalars, items = (
+        {"worker": "w"},
+        [finish(c, 3, tail=(0, 3, 0))[2][0] for c in (first, second, broken)],
+    )
+    with pytest.raises((QueueUnusable, InvalidSample)):
+        driver.queue.call("finish", items, **scalars)
+
+    assert driver.dump() == before
+
+
 def test_a_call_without_items_is_no_call(driver: Driver) -> None:
     busy(driver)
     before = driver.dump()

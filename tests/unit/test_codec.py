@@ -15,7 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.contract.codec import MAX_PAYLOAD, pack, pack_ids, unpack, unpack_ids
+from producer.contract.codec import (
+    MAX_PAYLOAD,
+    pack,
+    pack_ids,
+    pack_own,
+    unpack,
+    unpack_ids,
+    unpack_record,
+)
 from producer.contract.errors import InvalidPayload, InvalidSample
 from tests.fuzz import search
 
@@ -68,6 +76,26 @@ def test_a_token_with_its_logprob_takes_eight_bytes() -> None:
     data = pack([np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)], "arrays")
 
     assert 8 * tokens < len(data) < 8 * tokens + 12
+
+
+def test_a_record_is_a_flat_map_of_few_fields() -> None:
+    record = {"v": 1, "t": np.ones(3, np.int32)}
+    back = unpack_record(pack_own(record, "x"), "x")
+    assert (back["v"], back["t"].tolist()) == (1, [1, 1, 1])
+    assert pack_own(record, "x") == pack(record, "x")
+
+    for hostile in ({"v": [1]}, {"v": {"w": [[]]}}, dict.fromkeys("abcdefghijklmnopq", 1)):
+        with pytest.raises(InvalidPayload, match=r"^chunk of g/0 is not a rollq payload"):
+            unpack_record(pack(hostile, "x"), "chunk of g/0")
+    for claim in (
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x81\xa1v\xc6\xff\xff\xff\xff",
+    ):
+        with pytest.raises(InvalidPayload):
+            unpack_record(claim, "x")
+    with pytest.raises(InvalidPayload, match="allowed are"):
+        unpack_record(bytes(MAX_PAYLOAD + 1), "x")
 
 
 def test_the_order_of_bytes_is_little_whatever_the_array_says() -> None:

@@ -286,11 +286,13 @@ def test_a_damaged_message_is_read_or_refused(
 
 
 def test_a_claim_is_read_by_position() -> None:
-    header = [b"g/1", b"3:abc", b"g", b"1", 3, 1, 2, 40, b"job", b"\1\0\0\0"]
+    headers = [[b"g/1", b"3:abc", 3, 1, 2, 40], [b"g/0", b"1:abc", 1, 0, 0, 0]]
+    jobs = [[b"h", b"", b""], [b"g", b"job", b"\1\0\0\0"]]
 
-    assert Claim.from_wire(header) == Claim(
-        "g/1", "3:abc", "g", 1, 3, 1, 2, 40, b"job", b"\1\0\0\0"
-    )
+    assert Claim.from_reply(headers, jobs) == [
+        Claim("g/1", "3:abc", "g", 1, 3, 1, 2, 40, b"job", b"\1\0\0\0"),
+        Claim("g/0", "1:abc", "g", 0, 1, 0, 0, 0, b"job", b"\1\0\0\0"),
+    ]
 
 
 def test_a_payload_of_another_encoder_is_the_same_payload() -> None:

@@ -4,22 +4,6 @@
 -- REPLY: an item: 1 taken by this call (or by this consumer before), 0 if somebody else has it
 -- INVARIANT: a closed group is taken once; a dead sample stays to be looked at.
 local tombstone_ms = config('tombstone_ms')[1]
-local function ack(entry, id, pending)
-  local g = call('HMGET', K.group .. id, 'digest', 'size', 'job', 'prompt_ids')
-  if pending and pending[2] ~= A.consumer then
-    return 0
-  end
-  if pending then
-    call('XACK', K.results, A.group, entry)
-    call('XDEL', K.results, entry)
-  end
-  if not pending or not g[1] then
-    local taken = call('GET', K.done .. id)
-    return taken and taker(taken) == A.consumer and 1 or 0
-  end
-  take(id, g, A.consumer, tombstone_ms)
-  return 1
-end
 local pending = {}
 for i = 1, ITEMS do
   local entry, id = item(i)
@@ -29,9 +13,30 @@ for i = 1, ITEMS do
     error('ROLLQ entry ' .. entry .. ' is of group ' .. there[2][2] .. ', not ' .. id, 0)
   end
 end
+
+local entries = {}
+local function ack(entry, id, pending)
+  if pending and pending[2] ~= A.consumer then
+    return 0
+  end
+  if pending then
+    entries[#entries + 1] = entry
+  end
+  local g = pending and call('HMGET', K.group .. id, 'digest', 'size')
+  if g and g[1] then
+    take(id, g[1], g[2], A.consumer, tombstone_ms)
+    return 1
+  end
+  local taken = call('GET', K.done .. id)
+  return taken and taker(taken) == A.consumer and 1 or 0
+end
 local answers = {}
 for i = 1, ITEMS do
   local entry, id = item(i)
   answers[i] = ack(entry, id, pending[i])
 end
+in_pieces(entries, function(...)
+  call('XACK', K.results, A.group, ...)
+  call('XDEL', K.results, ...)
+end)
 return answers

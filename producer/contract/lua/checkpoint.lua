@@ -4,12 +4,11 @@
 -- REPLY: {current, last_good, {tokens now stored an item, or -1: the lease is lost}}
 --   fewer than offset + count: something is missing here; send again from that token
 -- INVARIANT: tokens are stored once, in order, by the holder of the lease only.
-local lease_ms = config('lease_ms')[1]
+local expiry = text(now() + config('lease_ms')[1])
 for i = 1, ITEMS do
   local _, _, offset, n, version, chunk = item(i)
   check_chunk(offset, n, version, chunk)
 end
-local at = now()
 local added = 0
 local answers = {}
 for i = 1, ITEMS do
@@ -19,7 +18,7 @@ for i = 1, ITEMS do
     answers[i] = -1
   else
     added = added + append(s, offset, n, version, chunk)
-    renew(id, at, lease_ms)
+    renew(id, expiry)
     answers[i] = s.tokens
   end
 end

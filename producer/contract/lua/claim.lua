@@ -7,8 +7,8 @@
 --   alone: 1 if it may take one that was in several, since it holds no suspect at all;
 --   then it gets nothing else, for a fresh sample may be a poison that nobody knows yet
 --   room: KV cache tokens that are free; reserve: tokens counted for what is still to be made
--- REPLY: {current, last_good, {headers}, samples that still wait}; a header is {id, lease_token, group, index, attempts,
---   crashes, interruptions, tokens, job, prompt_ids}
+-- REPLY: {current, last_good, {headers}, samples that still wait, {groups}}; a header is {id,
+--   lease_token, attempts, crashes, interruptions, tokens}, a group {id, job, prompt_ids}
 -- INVARIANT: a sample has one holder; the same request gets the same answer; as many closed
 --   groups as max_results stop the start of new groups only.
 local version = whole(A.version, 'version')
@@ -19,11 +19,14 @@ local reserve = whole(A.reserve, 'reserve')
 local suspects = whole(A.suspects, 'suspects')
 local c = config('lease_ms', 'max_results')
 local current, good = level()
-local headers = {}
+local headers, jobs = {}, {}
 
 local function header(s, g)
-  headers[#headers + 1] = {s.id, s.lease_token, s.group, s.index, s.attempts, s.crashes,
-    s.interruptions, s.tokens, g.job, g.prompt_ids}
+  headers[#headers + 1] = {s.id, s.lease_token, s.attempts, s.crashes, s.interruptions, s.tokens}
+  if not g.sent then
+    g.sent = true
+    jobs[#jobs + 1] = {s.group, g.job, g.prompt_ids}
+  end
 end
 
 local function group_of(s)
@@ -38,36 +41,40 @@ if before then
       header(s, group_of(s))
     end
   end
-  return {current, good, headers, call('ZCARD', K.ready)}
+  return {current, good, headers, call('ZCARD', K.ready), jobs}
 end
 if A.share == '1' then
   local all = call('ZCARD', K.ready) + call('ZCARD', K.leases)
   limit = math.min(limit, math.ceil(all / math.max(1, call('ZCARD', K.workers))) - held)
 end
 if not serves(version) or limit < 1 then
-  return {current, good, headers, call('ZCARD', K.ready)}
+  return {current, good, headers, call('ZCARD', K.ready), jobs}
 end
 
-local at = now()
+local expiry = text(now() + c[1])
 local open = call('XLEN', K.results) + call('ZCARD', K.grading) < c[2]
 local bytes = 0
 local ids = {}
 
 local function lease(s, g)
-  s.attempts = s.attempts + 1
+  set_state(s, 'leased')
+  set_number(s, 'attempts', s.attempts + 1)
   s.lease_token = text(s.attempts) .. ':' .. A.request
-  s.worker = A.worker
-  call('ZREM', K.ready, s.id)
-  call('ZADD', K.leases, at + c[1], s.id)
-  call('HSET', K.sample .. s.id, 'state', 'leased', 'lease_token', s.lease_token, 'worker', A.worker,
-    'attempts', s.attempts, unpack(s.attempts == 1 and {'started_at', text(at)} or {}))
+  set(s, 'lease_token', s.lease_token)
+  set(s, 'worker', A.worker)
+  if s.attempts == 1 then
+    set(s, 'started_at', now_text())
+  end
+  remove(K.ready, s.id)
+  add(K.leases, expiry, s.id)
   if g.started ~= '1' then
     call('HSET', K.group .. s.group, 'started', 1)
     g.started = '1'
   end
   if s.tokens > 0 then
     local again = g.prompt_tokens + s.tokens
-    call('HINCRBY', K.sample .. s.id, 'recomputed_tokens', again)
+    local so_far = call('HGET', K.sample .. s.id, 'recomputed_tokens') or 0
+    set(s, 'recomputed_tokens', text(so_far + again))
     count('recomputed_tokens', again)
     count('resumed', 1)
   end
@@ -89,7 +96,7 @@ local function offer(id)
     reset(s)
   end
   local need = g.prompt_tokens + s.tokens + math.min(g.max_tokens - s.tokens, reserve)
-  local size = #g.job + #g.prompt_ids
+  local size = g.sent and 0 or #g.job + #g.prompt_ids
   if held + #ids > 0 and (need > room or bytes + size > 4000000) then
     return false
   end
@@ -122,4 +129,5 @@ if #ids > 0 then
   call('SET', K.request .. A.request, cmsgpack.pack(ids), 'PX', c[1])
   count('claimed', #ids)
 end
-return {current, good, headers, call('ZCARD', K.ready)}
+settle()
+return {current, good, headers, call('ZCARD', K.ready), jobs}

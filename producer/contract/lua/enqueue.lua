@@ -27,10 +27,12 @@ for i = 1, ITEMS do
 end
 
 local dead = call('ZCARD', K.dead)
+local waiting = call('ZCARD', K.ready)
+local seq = tonumber(call('HGET', K.stats, 'samples_enqueued') or 0)
 local function create(group, size, fields)
-  local at = text(now())
-  local seq = call('HINCRBY', K.stats, 'samples_enqueued', size) - size
+  count('samples_enqueued', size)
   count('groups_enqueued', 1)
+  waiting = waiting + size
   call('HSET', K.group .. group, 'size', size, 'ended', 0, 'started', 0, unpack(fields))
   for index = 0, size - 1 do
     local id = group .. '/' .. index
@@ -38,10 +40,9 @@ local function create(group, size, fields)
     if dead > 0 and call('ZREM', K.dead, id) == 1 then
       call('UNLINK', K.sample .. id, K.chunks .. id)
     end
-    call('HSET', K.sample .. id, 'state', 'ready', 'group', group, 'index', index, 'seq', text(seq),
-      'attempts', 0, 'crashes', 0, 'interruptions', 0, 'restarts', 0, 'tokens', 0,
-      'version_first', -1, 'version_last', -1, 'recomputed_tokens', 0, 'enqueued_at', at)
-    call('ZADD', K.ready, seq, id)
+    local place = text(seq)
+    call('HSET', K.sample .. id, 'state', 'ready', 'seq', place, 'enqueued_at', now_text())
+    add(K.ready, place, id)
   end
 end
 
@@ -57,7 +58,7 @@ for i = 1, ITEMS do
     answers[i] = here == digest and 'same' or 'conflict'
   elseif taken then
     answers[i] = string.sub(taken, 1, #digest) == digest and 'done' or 'conflict'
-  elseif call('ZCARD', K.ready) + size > limit then
+  elseif waiting + size > limit then
     answers[i] = 'full'
   else
     create(group, size, {'digest', digest, 'max_tokens', max_tokens, 'prompt_tokens', prompt_tokens,

@@ -30,11 +30,17 @@ for i = 1, ITEMS do
     if s.tokens >= tonumber(tokens) then
       local verdict = judge_staleness(s, current, true)
       if verdict == 'restarted' then
-        call('HDEL', K.sample .. id, 'lease_token')
+        set(s, 'lease_token', '')
         make_ready(s)
         answers[i] = -1
       elseif verdict == 'fresh' then
-        terminate(s, 'finished', reason, '', true, 'stop_reason', stop_reason, 'text', response)
+        if stop_reason ~= '' then
+          set(s, 'stop_reason', stop_reason)
+        end
+        if response ~= '' then
+          set(s, 'text', response)
+        end
+        terminate(s, 'finished', reason, '', true)
       end
     end
   elseif repeated(s, token, 'finished') or repeated(s, token, 'stale') then

@@ -1,6 +1,9 @@
 -- Shared by every script, after the names that scripts.py makes of its header:
 -- K.<key name>, A.<scalar argument>, ITEMS (how many), item(i) -> the fields of item i.
--- Redis does not roll back: arguments are checked before the first write.
+-- Redis does not roll back: arguments are checked before the first write. A call of redis.call
+-- costs about a microsecond, so what a script changes of samples, leases, groups and counters is
+-- gathered, and `settle`, which runs behind every script, writes it in few calls. What is read
+-- before is as it was, except through `sample` and `group`.
 
 local call = redis.call
 local SUSPECT = 2 ^ 50 -- a sample that was in n crashes waits at (sequence - n * SUSPECT)
@@ -17,9 +20,26 @@ local function text(n)
   return string.format('%.0f', n)
 end
 
+local clock
 local function now()
-  local t = call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
+  if not clock then
+    local t = call('TIME')
+    clock = t[1] * 1000 + math.floor(t[2] / 1000)
+  end
+  return clock
+end
+
+local clock_text
+local function now_text()
+  clock_text = clock_text or text(now())
+  return clock_text
+end
+
+-- `write` gets a list of any length in pieces that `unpack` can take; pairs stay together
+local function in_pieces(list, write)
+  for from = 1, #list, 1000 do
+    write(unpack(list, from, math.min(from + 999, #list)))
+  end
 end
 
 local function config(...)
@@ -33,10 +53,27 @@ local function config(...)
   return values
 end
 
-local function count(name, by)
-  if by ~= 0 then
-    call('HINCRBY', K.stats, name, by)
+-- What `settle` writes. Each list is found by the name of its key, or with a sample, so that a
+-- script which gathers nothing needs no keys for it.
+local counters, added, removed, renewed, changed, ending = {}, {}, {}, {}, {}, {}
+
+local function of(lists, key)
+  local list = lists[key]
+  if not list then
+    list = {}
+    lists[key] = list
   end
+  return list
+end
+
+local function append_pair(list, a, b)
+  list[#list + 1] = a
+  list[#list + 1] = b
+end
+
+local function count(name, by)
+  local counts = of(counters, K.stats)
+  counts[name] = (counts[name] or 0) + by
 end
 
 -- current and last good weight version; 0 is what the workers were started with
@@ -70,23 +107,49 @@ local function bury(since)
   end
 end
 
-local FIELDS = {'state', 'lease_token', 'group', 'index', 'tokens', 'version_first', 'attempts',
-  'crashes', 'interruptions', 'restarts', 'seq', 'worker'}
-
+-- Samples as they are for this call, each read once; false for what is not there. What is absent
+-- in its hash is as it was at the start.
+local samples = {}
 local function sample(id)
-  local v = call('HMGET', K.sample .. id, unpack(FIELDS))
-  if not v[1] then
-    return nil
+  local s = samples[id]
+  if s == nil then
+    local key = K.sample .. id
+    local v = call('HMGET', key, 'state', 'lease_token', 'tokens', 'attempts', 'version_first',
+      'crashes', 'interruptions')
+    local group, index = string.match(id, '^(.*)/(%d+)$')
+    s = v[1] and {id = id, key = key, group = group, index = index, state = v[1],
+      lease_token = v[2] ~= '' and v[2], tokens = tonumber(v[3] or 0),
+      attempts = tonumber(v[4] or 0), version_first = tonumber(v[5] or -1),
+      crashes = tonumber(v[6] or 0), interruptions = tonumber(v[7] or 0), changes = {}, n = 0}
+    samples[id] = s
   end
-  local s = {id = id}
-  for i, name in ipairs(FIELDS) do
-    s[name] = v[i]
+  return s or nil
+end
+
+-- Change a field of a sample; `value` is a text, which is half the work of a number for Redis.
+local function set(s, field, value)
+  local n = s.n
+  if n == 0 then
+    changed[#changed + 1] = s
   end
-  for _, name in ipairs({'tokens', 'version_first', 'attempts', 'crashes', 'interruptions',
-    'restarts', 'seq'}) do
-    s[name] = tonumber(s[name])
-  end
-  return s
+  s.changes[n + 1] = field
+  s.changes[n + 2] = value
+  s.n = n + 2
+end
+
+local function set_number(s, field, value)
+  s[field] = value
+  set(s, field, text(value))
+end
+
+-- into a zset, and out of it
+local function add(key, score, id)
+  append_pair(of(added, key), score, id)
+end
+
+local function remove(key, id)
+  local ids = of(removed, key)
+  ids[#ids + 1] = id
 end
 
 -- Fields of a group's hash, each read once a call.
@@ -94,7 +157,7 @@ local groups = {}
 local function group(id, ...)
   local g = groups[id]
   if not g then
-    local names = {'size', 'max_staleness', 'staleness_policy', 'reward', ...}
+    local names = {'size', 'ended', 'max_staleness', 'staleness_policy', 'reward', ...}
     g = {}
     for i, value in ipairs(call('HMGET', K.group .. id, unpack(names))) do
       g[names[i]] = value
@@ -113,8 +176,8 @@ local function repeated(s, token, state)
   return s and s.state == state and s.lease_token == token
 end
 
-local function renew(id, at, lease_ms)
-  call('ZADD', K.leases, 'XX', at + lease_ms, id)
+local function renew(id, expiry)
+  append_pair(of(renewed, K.leases), expiry, id)
 end
 
 local function check_chunk(offset, n, version, chunk)
@@ -131,22 +194,26 @@ local function append(s, offset, n, version, chunk)
   if tonumber(offset) ~= s.tokens then
     return 0
   end
-  call('RPUSH', K.chunks .. s.id, chunk)
+  s.list = K.chunks .. s.id
+  s.pushed = s.pushed or {}
+  s.pushed[#s.pushed + 1] = chunk
   if s.tokens == 0 then
-    s.version_first = tonumber(version)
-    call('HSET', K.sample .. s.id, 'tokens', n, 'version_last', version, 'version_first', version)
-  else
-    call('HSET', K.sample .. s.id, 'tokens', text(s.tokens + n), 'version_last', version)
+    set_number(s, 'version_first', tonumber(version))
   end
-  s.tokens = s.tokens + n
+  set(s, 'version_last', version)
+  set_number(s, 'tokens', s.tokens + n)
   return tonumber(n)
 end
 
+local function set_state(s, state)
+  s.state = state
+  set(s, 'state', state)
+end
+
 local function make_ready(s)
-  local score = s.seq - s.crashes * SUSPECT
-  call('ZREM', K.leases, s.id)
-  call('ZADD', K.ready, score, s.id)
-  call('HSET', K.sample .. s.id, 'state', 'ready')
+  remove(K.leases, s.id)
+  add(K.ready, text(call('HGET', s.key, 'seq') - s.crashes * SUSPECT), s.id)
+  set_state(s, 'ready')
 end
 
 -- terminal states of a group's members, in order
@@ -185,36 +252,46 @@ local function close(group_id)
   end
 end
 
--- The only way into a terminal state. `keep_token` lets the holder repeat its call; the rest are
--- more fields of the sample's hash.
-local function terminate(s, state, reason, err, keep_token, ...)
+-- The only way into a terminal state. `keep_token` lets the holder repeat its call.
+local function terminate(s, state, reason, err, keep_token)
   if s.state ~= 'leased' then
-    call('ZREM', K.ready, s.id)
+    remove(K.ready, s.id)
   end
-  call('ZREM', K.leases, s.id)
-  call('HSET', K.sample .. s.id, 'state', state, 'finish_reason', reason, 'error', err,
-    'finished_at', text(now()), ...)
+  remove(K.leases, s.id)
+  set_state(s, state)
+  set(s, 'finish_reason', reason)
+  set(s, 'error', err)
+  set(s, 'finished_at', now_text())
   if not keep_token then
-    call('HDEL', K.sample .. s.id, 'lease_token')
+    set(s, 'lease_token', '')
   end
   count(state, 1)
   if state == 'dead' then
-    call('ZADD', K.dead, now(), s.id)
+    add(K.dead, now_text(), s.id)
   end
-  call('HSET', K.group .. s.group, s.index, state)
-  local ended = call('HINCRBY', K.group .. s.group, 'ended', 1)
-  if ended == tonumber(group(s.group).size) then
-    close(s.group)
+  local g = group(s.group)
+  if not g.ends then
+    g.ends = {}
+    ending[#ending + 1] = function()
+      append_pair(g.ends, 'ended', g.ended)
+      in_pieces(g.ends, function(...) call('HSET', K.group .. s.group, ...) end)
+      g.ends = nil
+      if g.ended == tonumber(g.size) then
+        close(s.group)
+      end
+    end
   end
+  g.ended = g.ended + 1
+  append_pair(g.ends, s.index, state)
 end
 
 -- forget the response: the sample starts again from its prompt
 local function reset(s)
   count('wasted_tokens', s.tokens)
-  call('DEL', K.chunks .. s.id)
-  call('HSET', K.sample .. s.id, 'tokens', 0, 'version_first', -1, 'version_last', -1)
-  s.tokens = 0
-  s.version_first = -1
+  s.list, s.forgotten, s.pushed = K.chunks .. s.id, true, nil
+  set_number(s, 'tokens', 0)
+  set_number(s, 'version_first', -1)
+  set(s, 'version_last', '-1')
 end
 
 -- 'fresh', or what its policy made of a sample whose first token is too old: 'restarted', 'stale'
@@ -226,10 +303,11 @@ local function judge_staleness(s, current, keep_token)
     return 'fresh'
   end
   local bucket = math.max(0, math.ceil(math.log(math.max(1, s.tokens)) / math.log(2)))
-  if g.staleness_policy == 'restart' and s.restarts < 2 then
+  local restarts = tonumber(call('HGET', s.key, 'restarts') or 0)
+  if g.staleness_policy == 'restart' and restarts < 2 then
     count('restarted_le_' .. text(2 ^ bucket), 1)
     reset(s)
-    s.restarts = call('HINCRBY', K.sample .. s.id, 'restarts', 1)
+    set(s, 'restarts', text(restarts + 1))
     return 'restarted'
   end
   count('stale_le_' .. text(2 ^ bucket), 1)
@@ -241,9 +319,9 @@ end
 -- Its worker or engine died. Its next holder holds few other suspects, and after a second
 -- crash none, so that a poison sample is found out without its neighbours being given up.
 local function crashed(s, max_crashes, err)
-  s.crashes = call('HINCRBY', K.sample .. s.id, 'crashes', 1)
-  call('HDEL', K.sample .. s.id, 'lease_token')
-  call('HSET', K.sample .. s.id, 'error', err)
+  set_number(s, 'crashes', s.crashes + 1)
+  set(s, 'lease_token', '')
+  set(s, 'error', err)
   count('crashes', 1)
   if s.crashes >= max_crashes then
     terminate(s, 'dead', 'error', 'its worker died ' .. text(s.crashes) .. ' times; last: ' .. err)
@@ -253,23 +331,26 @@ local function crashed(s, max_crashes, err)
   return false
 end
 
+local KEPT = {'max_staleness', 'staleness_policy', 'reward', 'job', 'prompt_ids'}
+local any_dead
+
 -- A trainer has taken this group: nothing stays but its tombstone, and its dead to be looked at.
--- `g` are its digest, size, job and prompt_ids.
-local function take(id, g, consumer, tombstone_ms)
-  for index = 0, g[2] - 1 do
+local function take(id, digest, size, consumer, tombstone_ms)
+  any_dead = any_dead or call('ZCARD', K.dead)
+  local gone = {K.group .. id}
+  for index = 0, size - 1 do
     local sid = id .. '/' .. index
-    if call('ZSCORE', K.dead, sid) then
-      local kept = {'max_staleness', 'staleness_policy', 'reward'}
-      for i, value in ipairs(call('HMGET', K.group .. id, unpack(kept))) do
-        call('HSET', K.sample .. sid, kept[i], value or '')
+    if any_dead > 0 and call('ZSCORE', K.dead, sid) then
+      for i, value in ipairs(call('HMGET', K.group .. id, unpack(KEPT))) do
+        call('HSET', K.sample .. sid, KEPT[i], value or '')
       end
-      call('HSET', K.sample .. sid, 'job', g[3], 'prompt_ids', g[4])
     else
-      call('UNLINK', K.sample .. sid, K.chunks .. sid)
+      gone[#gone + 1] = K.sample .. sid
+      gone[#gone + 1] = K.chunks .. sid
     end
   end
-  call('SET', K.done .. id, g[1] .. ' ' .. consumer, 'PX', tombstone_ms)
-  call('UNLINK', K.group .. id)
+  in_pieces(gone, function(...) call('UNLINK', ...) end)
+  call('SET', K.done .. id, digest .. ' ' .. consumer, 'PX', tombstone_ms)
   count('groups_acked', 1)
 end
 
@@ -293,4 +374,38 @@ local function never_ended(group_id, attempts)
   end
   grading_failed(group_id, 'the grader was killed or took too long, ' .. text(attempts)
     .. ' attempts were made' .. err)
+end
+
+-- Write what was gathered; once, however often it is called.
+local function settle()
+  for _, s in ipairs(changed) do
+    if s.forgotten then
+      call('DEL', s.list)
+    end
+    if s.pushed then
+      call('RPUSH', s.list, unpack(s.pushed))
+    end
+    call('HSET', s.key, unpack(s.changes))
+    s.forgotten, s.pushed, s.changes, s.n = nil, nil, {}, 0
+  end
+  for key, ids in pairs(removed) do
+    in_pieces(ids, function(...) call('ZREM', key, ...) end)
+  end
+  for key, scored in pairs(added) do
+    in_pieces(scored, function(...) call('ZADD', key, ...) end)
+  end
+  for key, scored in pairs(renewed) do
+    in_pieces(scored, function(...) call('ZADD', key, 'XX', ...) end)
+  end
+  for _, finish in ipairs(ending) do
+    finish()
+  end
+  for key, counts in pairs(counters) do
+    for name, by in pairs(counts) do
+      if by ~= 0 then
+        call('HINCRBY', key, name, by)
+      end
+    end
+  end
+  counters, added, removed, renewed, changed, ending = {}, {}, {}, {}, {}, {}
 end

@@ -24,7 +24,8 @@ end
 local expired = call('ZRANGEBYSCORE', K.leases, '-inf', '(' .. text(at), 'LIMIT', 0, limit)
 for _, id in ipairs(expired) do
   local s = sample(id)
-  crashed(s, c[2], 'worker ' .. s.worker .. ' stopped renewing its lease')
+  local worker = call('HGET', K.sample .. id, 'worker')
+  crashed(s, c[2], 'worker ' .. worker .. ' stopped renewing its lease')
 end
 count('reaped', #expired)
 return {#expired, 0}

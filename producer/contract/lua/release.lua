@@ -15,7 +15,7 @@ for i = 1, ITEMS do
   local s = sample(id)
   if holds(s, token) then
     if s.tokens >= tonumber(tokens) then
-      call('HINCRBY', K.sample .. id, 'interruptions', 1)
+      set_number(s, 'interruptions', s.interruptions + 1)
       make_ready(s)
       released = released + 1
     end

@@ -16,19 +16,19 @@ local function restate(id, digest)
   if taken then
     return taker(taken) == A.consumer and 1 or 0
   end
-  local g = call('HMGET', K.group .. id, 'digest', 'size', 'job', 'prompt_ids', 'ended', 'entry')
+  local g = call('HMGET', K.group .. id, 'digest', 'size', 'entry')
   if not g[1] then
     count('acks_restated', 1)
     call('SET', K.done .. id, digest .. ' ' .. A.consumer, 'PX', tombstone_ms)
     return 1
   end
-  local pending = g[6] and call('XPENDING', K.results, A.group, g[6], g[6], 1)[1]
+  local pending = g[3] and call('XPENDING', K.results, A.group, g[3], g[3], 1)[1]
   if g[1] ~= digest or (pending and pending[2] ~= A.consumer and A.acked == '0') then
     return 0
   end
   if pending then
-    call('XACK', K.results, A.group, g[6])
-    call('XDEL', K.results, g[6])
+    call('XACK', K.results, A.group, g[3])
+    call('XDEL', K.results, g[3])
   end
   local open = 0
   for index = 0, g[2] - 1 do
@@ -38,8 +38,8 @@ local function restate(id, digest)
   call('ZREM', K.grading, id)
   count('acks_restated', 1)
   count('restated', open)
-  count('groups_closed', g[6] and 0 or 1)
-  take(id, g, A.consumer, tombstone_ms)
+  count('groups_closed', g[3] and 0 or 1)
+  take(id, digest, g[2], A.consumer, tombstone_ms)
   return 1
 end
 
