@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 
 import numpy as np
 
@@ -49,7 +48,7 @@ async def _attempt(
         if state.stop.is_set() or held.lost:
             return Outcome("release", state.interruption)
         # An aborted request's late outputs must never meet its next attempt.
-        held.request_id = f"{held.id}-{held.claim.attempts}-{secrets.token_hex(4)}"
+        held.request_id = f"{held.id}-{held.claim.lease_token.replace(':', '-')}"
         if held.claim.tokens:
             state.meter.recomputed_tokens += len(prompt_ids)
         request = EngineRequest(held.request_id, prompt_ids, params, held.made)

@@ -113,8 +113,10 @@ class Held:
             while run < len(self._unsealed) and self._unsealed[run][0] == version:
                 run += 1
             parts, self._unsealed = self._unsealed[:run], self._unsealed[run:]
-            token_ids = np.concatenate([ids for _, ids, _ in parts])
-            logprobs = np.concatenate([logprobs for _, _, logprobs in parts])
+            _, token_ids, logprobs = parts[0]
+            if run > 1:
+                token_ids = np.concatenate([ids for _, ids, _ in parts])
+                logprobs = np.concatenate([logprobs for _, _, logprobs in parts])
             for at in range(0, len(token_ids), _CHUNK_TOKENS):
                 chunk = Chunk(
                     version=version,
@@ -137,7 +139,8 @@ class Held:
     def response_ids(self) -> NDArray[np.int32]:
         """All response tokens so far, int32 [made]."""
         self.seal()
-        return np.concatenate([p.chunk.token_ids for p in self.pieces]) if self.pieces else _NO_IDS
+        parts = [p.chunk.token_ids for p in self.pieces]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NO_IDS
 
     def response(self) -> Response:
         return Response(self.prompt_ids, self.response_ids(), self.params)

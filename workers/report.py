@@ -17,7 +17,7 @@ from producer.contract.scripts import Argument
 from workers.held import Held, Piece
 from workers.state import WorkerState
 
-#: seconds that a flush waits for company
+#: seconds that a flush waits for company, while there may be some
 _LINGER = 0.01
 
 
@@ -47,7 +47,8 @@ class Reporter:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(period):
                     await self._wake.wait()
-                await asyncio.sleep(_LINGER)
+                if any(h.outcome is None for h in self._state.held.values()):
+                    await asyncio.sleep(_LINGER)
             self._wake.clear()
             await self.flush()
 

@@ -6,6 +6,7 @@ Pure functions; the rules are the README's table of what a resume preserves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 
 from producer.contract.errors import InvalidSample
@@ -27,6 +28,7 @@ def budget(params: SamplingParams, prompt: int, max_model_len: int) -> int:
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
+@functools.lru_cache(maxsize=1024)
 def rest(params: SamplingParams, budget: int, index: int, done: int) -> SamplingParams | None:
     """Parameters for the tokens still to be made after `done`; None when none are.
 

@@ -125,7 +125,9 @@ _FLOATS: tuple[tuple[str, float, float], ...] = (
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (
+        isinstance(value, bool) or not isinstance(value, numbers.Integral)
+    ):
         raise InvalidSample(f"{name} must be an integer, not {value!r}")
     number = int(value)
     if not low <= number <= high:
@@ -134,7 +136,9 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if type(value) is not float and (
+        isinstance(value, bool) or not isinstance(value, numbers.Real)
+    ):
         raise InvalidSample(f"{name} must be a number, not {value!r}")
     try:
         number = float(value)

@@ -26,11 +26,30 @@ from workers.engines.protocol import (
 _INFO = EngineInfo(
     model="null",
     max_model_len=1 << 20,
-    max_num_seqs=256,
+    max_num_seqs=1024,
     kv_cache_tokens=1 << 30,
     vocab_size=1 << 17,
     logprobs_mode="processed_logprobs",
 )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One output. An async generator that is left behind costs more than the sample."""
+
+    tokens: int
+    version: int
+
+    def __aiter__(self) -> AsyncIterator[EngineOutput]:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        return EngineOutput(
+            token_ids=np.ones(self.tokens, np.int32),
+            logprobs=np.zeros(self.tokens, np.float32),
+            versions=((self.version, self.tokens),),
+            finish_reason="length",
+        )
 
 
 @dataclass(slots=True)
@@ -47,16 +66,8 @@ class NullEngine:
 
     async def add(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         request.check(self.info)
-        return self._answer(request.params.max_tokens or 0)
-
-    async def _answer(self, tokens: int) -> AsyncIterator[EngineOutput]:
         self.progress += 1
-        yield EngineOutput(
-            token_ids=np.ones(tokens, np.int32),
-            logprobs=np.zeros(tokens, np.float32),
-            versions=((self._version, tokens),),
-            finish_reason="length",
-        )
+        return _Answer(request.params.max_tokens or 0, self._version)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """None is ever running."""
