@@ -167,8 +167,12 @@ class Intake:
         found = [self._aside.pop(g) for g in [g for g in self._aside if wanted(g)][:most]]
         if found:
             return found, False
-        drained = not self._inbox.behind and may_end and self._drained()
-        for entry in self._inbox.read(most, 0 if drained else self._block_ms):
+        drained = False
+        entries = self._inbox.read(most, 0)  # while results come, nobody need ask for their end
+        if not entries:
+            drained = not self._inbox.behind and may_end and self._drained()
+            entries = self._inbox.read(most, 0 if drained else self._block_ms)
+        for entry in entries:
             if wanted(entry[1]):
                 found.append(entry)
             else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import numpy as np
 import redis
-
-from producer.contract.messages import Chunk
+from numpy.typing import NDArray
 
 _BATCH = 64
 
@@ -15,23 +15,33 @@ _BATCH = 64
 def floor(server: redis.Redis, prefix: str, samples: int, tokens: int) -> None:
     """A queue with no safety at all: two lists, and pipelines of 64 commands.
 
-    Push a prompt, pop it, push its result, pop it. Nothing can be fewer commands.
+    Push a prompt, pop it, push its result, pop it. Nothing can be fewer commands. Each result is
+    made out of arrays and read into arrays, as the pool's is.
     """
-    prompt = np.ones(3, np.int32).tobytes()
-    result = Chunk(0, "null", 1, np.ones(tokens, np.int32), np.zeros(tokens, np.float32)).to_wire()
     work, results = f"{prefix}:floor-work", f"{prefix}:floor-results"
     for start in range(0, samples, _BATCH):
         n = min(_BATCH, samples - start)
-        for command in (
-            ("RPUSH", work, prompt),
-            ("LPOP", work),
-            ("RPUSH", results, result),
-            ("LPOP", results),
-        ):
-            pipe = server.pipeline(transaction=False)
-            for _ in range(n):
-                pipe.execute_command(*command)
-            pipe.execute()
+        _sent(server, [("RPUSH", work, np.ones(3, np.int32).tobytes()) for _ in range(n)])
+        prompts = _sent(server, [("LPOP", work)] * n)
+        made = [_answer(np.frombuffer(p, np.int32), tokens) for p in prompts]
+        _sent(server, [("RPUSH", results, data) for data in made])
+        for data in _sent(server, [("LPOP", results)] * n):
+            values = np.frombuffer(data, np.int32)
+            if len(values[:tokens]) != len(values[tokens:].view(np.float32)):
+                raise AssertionError(f"a result of the floor has {len(values)} values")
+
+
+def _answer(prompt: NDArray[np.int32], tokens: int) -> bytes:
+    assert len(prompt)
+    return np.ones(tokens, np.int32).tobytes() + np.zeros(tokens, np.float32).tobytes()
+
+
+def _sent(server: redis.Redis, commands: list[tuple[Any, ...]]) -> list[Any]:
+    pipe = server.pipeline(transaction=False)
+    for command in commands:
+        pipe.execute_command(*command)
+    replies: list[Any] = pipe.execute()
+    return replies
 
 
 def rq_simple_worker(server: redis.Redis, samples: int, tokens: int) -> None:

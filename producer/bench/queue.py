@@ -4,10 +4,15 @@ A trainer in this process keeps groups of 8 on the queue and acks what comes bac
 another runs the product's own code with an engine that answers at once. In turn with it, on the
 same server and with the same bytes: a plain pipelined queue (the floor), RQ, and the other task
 queues that `rollq bench peers` finds.
+
+The pool's three processes need two idle cores and more to be busy at once, the floor's two take
+turns on one. So where the machine has other work, the processor time of a sample says more than
+the time that passes: it is given for each process, and for the floor's two together.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import statistics
 import tempfile
@@ -21,12 +26,13 @@ import redis
 from producer.bench.peer_environments import compare
 from producer.bench.peers import floor, rq_simple_worker
 from producer.client import RolloutClient
+from producer.contract.keys import QueueKeys
 from producer.contract.sampling import SamplingParams
 from producer.processes import WorkerProcesses
 
 _GROUP = 8
 #: groups on the queue at once, and taken at once
-_OUTSTANDING, _TAKEN = 128, 32
+_OUTSTANDING, _TAKEN = 256, 64
 _SERVE_SECONDS = 60.0
 _SENT = ("evalsha", "hgetall", "lrange", "xreadgroup", "xpending")
 
@@ -36,7 +42,7 @@ def measure(
 ) -> dict[str, float]:
     """Medians over `rounds`; rates in samples a second. `peers` leave keys behind."""
     queue = f"bench-{secrets.token_hex(3)}"
-    ours, floors, costs = [], [], []
+    ours, floors, costs, floor_costs = [], [], [], []
     with (
         tempfile.TemporaryDirectory() as logs,
         RolloutClient(url, queue) as client,
@@ -46,18 +52,20 @@ def measure(
         environment = {"ROLLQ_NAME": "null", "ROLLQ_REDIS_URL": url}  # it may hold a password
         workers.start("null", ["--engine", "null", "--queue", queue], environment)
         client.wait_for_version(0, timeout=_SERVE_SECONDS)
+        worker = int(server.hget(QueueKeys(queue).worker("null"), "pid") or 0)
         _pass_through(client, 512, tokens)  # what is loaded once is loaded now
 
         def through() -> float:
             return _rate(samples, lambda: _pass_through(client, samples, tokens))
 
         for _ in range(rounds):
-            before = _server(server)
-            rate = through()
-            after = _server(server)
-            ours.append(rate)
-            costs.append({name: (after[name] - before[name]) / samples for name in after})
+            before = _used(server, worker)
+            ours.append(through())
+            between = _used(server, worker)
             floors.append(_rate(samples, lambda: floor(server, queue, samples, tokens)))
+            after = _used(server, worker)
+            costs.append({name: (between[name] - before[name]) / samples for name in before})
+            floor_costs.append((after["cpu"] - between["cpu"]) / samples)
         few = min(256, samples)
         rq = _rate(few, lambda: rq_simple_worker(server, few, tokens))
         others = compare(url, samples, 8 * tokens, through) if peers else {}
@@ -69,7 +77,11 @@ def measure(
         "rq_samples_per_second": rq,
         "share_of_floor": statistics.median(a / b for a, b in zip(ours, floors, strict=True)),
         "times_rq": rate / rq,
-        "redis_cpu_us_per_sample": cost["cpu"] * 1e6,
+        "trainer_cpu_us_per_sample": cost["trainer_cpu"] * 1e6,
+        "worker_cpu_us_per_sample": cost["worker_cpu"] * 1e6,
+        "redis_cpu_us_per_sample": cost["redis_cpu"] * 1e6,
+        "cpu_us_per_sample": cost["cpu"] * 1e6,
+        "floor_cpu_us_per_sample": statistics.median(floor_costs) * 1e6,
         "commands_per_sample": cost["commands"],
         "bytes_per_token": cost["bytes"] / tokens,
         "slow_commands": cost["slow"] * samples,
@@ -100,15 +112,32 @@ def _rate(samples: int, work: Callable[[], Any]) -> float:
     return samples / (time.perf_counter() - started)
 
 
-def _server(server: redis.Redis) -> dict[str, float]:
-    """What the server has done so far."""
+def _used(server: redis.Redis, worker: int) -> dict[str, float]:
+    """What the processes have used so far, CPU in seconds; and what the server has done."""
     cpu, stats = server.info("cpu"), server.info("stats")
     commands = server.info("commandstats")
     # Of those that no script calls, so each was sent by a client.
     sent = sum(int(commands.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in _SENT)
+    own = os.times()
+    used = {
+        "trainer_cpu": own.user + own.system,
+        "worker_cpu": _cpu_seconds(worker),
+        "redis_cpu": float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
+    }
     return {
-        "cpu": float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
+        **used,
+        "cpu": sum(used.values()),
         "commands": float(sent),
         "bytes": float(stats["total_net_input_bytes"]),
         "slow": float(sum(1 for e in server.slowlog_get(128) if e["duration"] >= 10_000)),
     }
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process of this machine; 0 where the kernel has no /proc."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return 0.0
+    _, _, fields = stat.read_text().rpartition(") ")
+    user, system = fields.split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
