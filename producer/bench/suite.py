@@ -33,10 +33,19 @@ class Bench:
     install: str = ""
 
 
+_VLLM = ("vllm", "psutil")
+_INSTALL = "pip install 'rollq[cpu,bench]', or gpu"
+
 #: in the order in which they run; a new bench is a line here
 BENCHES = (
     Bench("queue", ["queue"]),
     Bench("interrupt", ["interrupt"]),
+    Bench("engine", ["engine"], _VLLM, _INSTALL),
+    Bench("engine-135m", ["engine", "--size", "135m"], _VLLM, _INSTALL),
+    Bench("update", ["update"]),
+    Bench("update-vllm", ["update", "--engine", "vllm"], _VLLM, _INSTALL),
+    Bench("partial", ["partial"]),
+    Bench("fleet", ["fleet"]),
 )
 
 
