@@ -19,7 +19,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from producer.contract.connection import Call, Queue, split
+from producer.contract.connection import Call, Queue, split, stream_entries
 from producer.contract.errors import InvalidSample
 from producer.contract.keys import TRAINER_GROUP, check_group_id
 from producer.contract.messages import RolloutGroup
@@ -281,11 +281,10 @@ class Inbox:
 
 
 def _entries(reply: Any) -> list[Entry]:
-    """Out of whichever form redis-py gives XREADGROUP; deleted entries have no fields."""
-    streams = reply.items() if isinstance(reply, dict) else reply or ()
+    """Deleted entries have no fields."""
     return [
         (entry.decode(), fields[b"group"].decode(), int(fields[b"size"]))
-        for _, entries in streams
+        for entries in stream_entries(reply).values()
         for entry, fields in entries
         if fields
     ]

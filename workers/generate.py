@@ -21,7 +21,7 @@ async def generate(
     """Run one sample until it has an outcome; every end is explained by it."""
     try:
         if held.outcome is None:
-            held.outcome = await _attempt(state, admission, reporter, held)
+            held.outcome = await _attempt(state, admission, held)
     except InvalidSample as error:
         held.outcome = Outcome("fail", str(error))
     except EngineError as error:
@@ -34,9 +34,7 @@ async def generate(
     reporter.wake()
 
 
-async def _attempt(
-    state: WorkerState, admission: Admission, reporter: Reporter, held: Held
-) -> Outcome:
+async def _attempt(state: WorkerState, admission: Admission, held: Held) -> Outcome:
     if held.made and (stop := await state.engine.stop_of(held.response())) is not None:
         # Whoever made its last token could not report the end.
         return await _finish(state, held, "stop", stop.reason)
@@ -62,7 +60,6 @@ async def _attempt(
         state.moved.set()
         if output.finish_reason is not None:
             return await _end(state, held, output)
-        reporter.note(held)
     raise EngineDead(f"the outputs of {held.request_id} ended without a finish_reason")
 
 

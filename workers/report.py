@@ -1,8 +1,8 @@
 """Reporting: checkpoints and ends of all samples, in one round trip a flush.
 
 A sample's end is only sent behind its tokens or with the last of them, and counts only when all
-are stored; what Redis
-answers to be missing is sent again. While Redis is away, flushes wait and generation goes on.
+are stored; what Redis answers to be missing is sent again. While Redis is away, flushes wait and
+generation goes on.
 """
 
 from __future__ import annotations
@@ -17,35 +17,30 @@ from producer.contract.scripts import Argument
 from workers.held import Held, Piece
 from workers.state import WorkerState
 
-#: seconds that a flush waits for company, while there may be some
+#: seconds between looks for samples whose checkpoint is due: those of a look share a call
+_CHECKPOINT_SECONDS = 0.1
+#: seconds that the end of a sample waits for company, while there may be some
 _LINGER = 0.01
 
 
 class Reporter:
-    """One flush at a time; `note` and `wake` are cheap and called from the sample tasks."""
+    """One flush at a time; `wake` is cheap and called from the sample tasks."""
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()
 
-    def note(self, held: Held) -> None:
-        """A sample made tokens: flush if they are due."""
-        if held.due(
-            self._state.settings.checkpoint_tokens, self._state.settings.checkpoint_seconds
-        ):
-            self._wake.set()
-
     def wake(self) -> None:
+        """A sample has its end: report it."""
         self._wake.set()
 
     async def run(self) -> None:
         """Flush what is due, for ever."""
-        period = max(0.05, self._state.settings.checkpoint_seconds / 4)
         while True:
             # Not wait_for: in Python 3.11 it swallows a cancel that comes with the wake-up.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(period):
+                async with asyncio.timeout(_CHECKPOINT_SECONDS):
                     await self._wake.wait()
                 if any(h.outcome is None for h in self._state.held.values()):
                     await asyncio.sleep(_LINGER)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from producer.contract.connection import stream_entries
 from producer.contract.scripts import Argument
 from producer.contract.states import WeightState
 from workers.admission import Admission
@@ -32,20 +33,22 @@ class Updater:
         self._swapper = Swapper(state, self._level, admission, reporter)
 
     async def listen(self) -> None:
-        """Read the streams of hints and of this worker's turns, for ever; whatever it is, this
-        worker looks. From their beginning: what comes between two reads must not be missed."""
+        """Read the streams of hints and of this worker's turns, for ever. From their beginning:
+        what comes between two reads must not be missed."""
         queue = self._state.queue
         updates, turn = queue.keys["updates"], queue.keys.turn(self._state.settings.name)
         last: dict[Any, Any] = {updates: "0", turn: "0"}
         while True:
             reply = await queue.retrying(partial(queue.redis.xread, last, block=2000))
-            news = dict(reply.items() if isinstance(reply, dict) else reply or ())
+            news = stream_entries(reply)
             for stream, entries in news.items():
                 last[stream.decode()] = entries[-1][0]
             if turn.encode() in news:
                 self._turns.called()
-            if updates.encode() in news:
+            hints = {hint for _, fields in news.get(updates.encode(), ()) for hint in fields or ()}
+            if b"ready" in hints:
                 self._state.free.set()
+            if hints - {b"ready"}:
                 await self.look()
 
     async def look(self) -> None:

@@ -66,6 +66,14 @@ def split(items: Sequence[Sequence[Argument]]) -> Iterator[Sequence[Sequence[Arg
         yield items[start:]
 
 
+def stream_entries(reply: Any) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes] | None]]]:
+    """What XREAD or XREADGROUP gives, by stream: redis-py has it in another form for RESP3, with
+    the entries within one more list."""
+    if isinstance(reply, dict):
+        return {stream: [e for part in parts for e in part] for stream, parts in reply.items()}
+    return dict(reply or ())
+
+
 class _Queue:
     """What both twins share: names, messages, and no input or output."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.integration.contract import Driver, heartbeat, job
@@ -22,6 +24,22 @@ async def test_an_idle_worker_is_woken_by_a_submit(
     pool.submit()
 
     await pool.one()
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+async def test_hints_are_understood_in_either_protocol(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
+) -> None:
+    monkeypatch.setattr(worker_module, "_IDLE", (120.0, 120.0))
+    url = f"{redis_url}{'&' if '?' in redis_url else '?'}protocol={protocol}"
+    pool = Pool(url, tmp_path, {})
+    worker = await pool.start(StepEngine())
+    await pool.update(worker)
+    version = await pool.update(worker)  # heard from behind the one before
+    pool.submit()
+
+    assert set((await pool.one()).versions.tolist()) == {version}
+    await pool.close()
 
 
 def hints(driver: Driver) -> int:
