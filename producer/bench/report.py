@@ -9,13 +9,13 @@ from rich.text import Text
 
 from producer.bench.baseline import Change
 from producer.bench.goals import Goal
-from producer.bench.suite import Results
+from producer.bench.suite import Results, shown
 
 _STYLES = {"worse": "red", "better": "green", "same": "dim"}
 
 
 def table(results: Results, changes: Sequence[Change]) -> Table:
-    """A row a figure: with its goal if it has one, and what changed if that was asked for."""
+    """A row a figure that has a goal or is `shown`, and what changed if that was asked for."""
     goals = {(goal.bench, goal.figure): goal for goal in results.goals()}
     changed = {(c.goal.bench, c.goal.figure): c for c in changes}
     drawn = Table(title=str(results.machine), title_justify="left")
@@ -30,6 +30,8 @@ def table(results: Results, changes: Sequence[Change]) -> Table:
     for bench, figures in rows(results).items():
         for name, value in figures.items():
             goal, change = goals.get((bench, name)), changed.get((bench, name))
+            if goal is None and not shown(bench, name):
+                continue
             since = (number(change.then), _since(change)) if change else ()
             drawn.add_row(bench, name, number(value), *_judged(goal, value), *since)
         if bench in results.failed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,17 @@ _TIMEOUT_SECONDS = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`rollq bench COMMAND`, its packages beyond those of rollq, and how to have them."""
+    """`rollq bench COMMAND`, its packages beyond those of rollq, and how to have them.
+
+    `shown`: which figures the table has beside those with goals, a regular expression of whole
+    names; JSON has all.
+    """
 
     name: str
     command: Sequence[str]
     needs: Sequence[str] = ()
     install: str = ""
+    shown: str = ".*"
 
 
 _VLLM = ("vllm", "psutil")
@@ -40,13 +46,18 @@ _INSTALL = "pip install 'rollq[cpu,bench]', or gpu"
 BENCHES = (
     Bench("queue", ["queue"]),
     Bench("interrupt", ["interrupt"]),
-    Bench("engine", ["engine"], _VLLM, _INSTALL),
-    Bench("engine-135m", ["engine", "--size", "135m"], _VLLM, _INSTALL),
-    Bench("update", ["update"]),
+    Bench("engine", ["engine"], _VLLM, _INSTALL, ".*_per_second|.*_per_token"),
+    Bench("engine-135m", ["engine", "--size", "135m"], _VLLM, _INSTALL, ".*_per_second"),
+    Bench("update", ["update"], shown="workers_.*_(stopped|serving)_ms"),
     Bench("update-vllm", ["update", "--engine", "vllm"], _VLLM, _INSTALL),
-    Bench("partial", ["partial"]),
-    Bench("fleet", ["fleet"]),
+    Bench("partial", ["partial"], shown=".*_(times_wait|staleness_mean|length_first_half)"),
+    Bench("fleet", ["fleet"], shown="workers_at_.*|interrupt_.*_ms|gigabytes_in_flight"),
 )
+
+
+def shown(bench: str, figure: str) -> bool:
+    """In the table, even without a goal."""
+    return any(b.name == bench and re.fullmatch(b.shown, figure) for b in BENCHES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,11 +200,19 @@ def test_the_baseline_of_the_source_tree_has_only_what_is_compared() -> None:
     runs = Baseline.read(STORED).runs
 
     compared = {(goal.bench, goal.figure) for goal in GOALS if goal.kind != "time"}
-    assert len(runs) >= 2
+    assert runs
     for run in runs:
         stored = {(name, figure) for name, figures in run.items() for figure in figures}
         assert stored
         assert stored - compared == set()
+
+
+def test_the_table_leaves_out_what_only_the_json_is_for() -> None:
+    figures = dict.fromkeys(("lognormal_wait_seconds", "lognormal_keep_times_wait"), 1.8)
+    of = Results(MACHINE, {"partial": figures | {"lognormal_requeue_times_wait": 1.8}})
+
+    assert set(shown(of)) >= {"lognormal_keep_times_wait", "lognormal_requeue_times_wait"}
+    assert "lognormal_wait_seconds" not in shown(of)
 
 
 def test_a_figure_that_no_baseline_has_is_said(tmp_path: Path) -> None:
