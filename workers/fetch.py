@@ -8,13 +8,15 @@ Files so small that they are read in less than that are read by a thread.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from producer.contract import digest
 from producer.contract.errors import WeightsError, WeightsMissing
@@ -22,6 +24,8 @@ from producer.contract.manifest import Manifest, confined
 from producer.contract.states import WeightState
 from workers.level import Level, Publication
 from workers.state import WorkerState, log
+
+_T = TypeVar("_T")
 
 #: seconds between attempts to fetch, doubling from the first to the second
 _FETCH_AGAIN = (0.2, 10.0)
@@ -109,12 +113,12 @@ class Fetcher:
         root = self._state.settings.weights_dir
         if root is None:
             raise WeightsError("this worker has no --weights-dir, so it cannot load any weights")
-        directory, manifest = await asyncio.to_thread(_looked_at, root, publication)
+        directory, manifest = await _in_thread(_looked_at, root, publication)
         if sum(size for size, _ in manifest.files.values()) > _SMALL:
             await _read(directory, manifest)
         else:
-            await asyncio.to_thread(manifest.verify, directory)
-        await asyncio.to_thread(self._state.engine.check, directory)
+            await _in_thread(manifest.verify, directory)
+        await _in_thread(self._state.engine.check, directory)
         return directory
 
 
@@ -129,6 +133,21 @@ def _looked_at(root: Path, publication: Publication) -> tuple[Path, Manifest]:
     manifest.expect(publication.digest, directory)
     manifest.check_sizes(directory)
     return directory, manifest
+
+
+async def _in_thread(work: Callable[..., _T], *arguments: object) -> _T:
+    """As `asyncio.to_thread`, but the process ends without it where a file system stands still."""
+    told: concurrent.futures.Future[_T] = concurrent.futures.Future()
+    told.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            told.set_result(work(*arguments))
+        except Exception as error:  # noqa: BLE001 - raised where it is awaited
+            told.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return await asyncio.wrap_future(told)
 
 
 async def _outlast(work: asyncio.Future[Any]) -> None:
@@ -191,4 +210,4 @@ async def _read(directory: Path, manifest: Manifest) -> None:
             raise OSError(answer["errno"], answer["error"])
         return str(answer)
 
-    await asyncio.to_thread(manifest.verify, directory, said)
+    await _in_thread(manifest.verify, directory, said)

@@ -81,13 +81,14 @@ def unpack(data: bytes, what: str) -> Any:
 
 
 def unpack_record(data: bytes, what: str) -> Any:
-    """Decode a map of up to MAX_FIELDS fields, none of them a list, so that there is nothing to
-    count. Raises like `unpack`."""
+    """Decode a map of up to MAX_FIELDS fields, none of them a list or a map, so that there is
+    nothing to count. Raises like `unpack`."""
     _check_size(data, what)
     try:
         return msgpack.unpackb(
             data,
             ext_hook=_ext_hook,
+            object_hook=_flat,
             max_array_len=0,
             max_map_len=MAX_FIELDS,
             raw=False,
@@ -95,6 +96,12 @@ def unpack_record(data: bytes, what: str) -> Any:
         )
     except _UNREADABLE as error:
         raise _refusal(error, what) from None
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    if any(type(value) is dict for value in record.values()):
+        raise ValueError("a record holds a map")
+    return record
 
 
 def _check_size(data: bytes, what: str) -> None:

@@ -31,7 +31,7 @@ from producer.contract.url import close, close_async, connect, connect_async, re
 
 log = logging.getLogger("rollq")
 
-SCHEMA = "1"
+SCHEMA = "2"
 
 #: what a queue starts with; `configure` of a client changes them
 DEFAULTS: Mapping[str, int] = {

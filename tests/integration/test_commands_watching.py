@@ -100,7 +100,7 @@ def is_stats(lines: list[str]) -> None:
 
 def is_config(lines: list[str]) -> None:
     found = pairs(lines)
-    assert (found["schema"], found["max_ready"], found["max_crashes"]) == ("1", "1000", "3")
+    assert (found["schema"], found["max_ready"], found["max_crashes"]) == ("2", "1000", "3")
     assert re.fullmatch("[0-9a-f]{16}", found["incarnation"])
 
 

@@ -31,6 +31,19 @@ async def queue(own_server: EmbeddedServer) -> AsyncIterator[AsyncQueue]:
     await queue.close()
 
 
+def test_what_is_not_wanted_can_be_cancelled_in_a_full_redis(own_server: EmbeddedServer) -> None:
+    driver = Driver(Queue(own_server.url, "q"))
+    driver.enqueue(job("g", 2), job("h"))
+    driver.claim(1)
+    driver.redis.script_load(SCRIPTS["cancel"].source)
+    driver.redis.config_set("maxmemory", 1)
+
+    assert [driver.send(contract.cancel(group)) for group in "gh"] == [2, 1]
+
+    driver.redis.config_set("maxmemory", 0)
+    assert driver.redis.xlen(driver.keys["results"]) == 2
+
+
 @pytest.mark.parametrize(
     ("spoil", "mend"),
     [

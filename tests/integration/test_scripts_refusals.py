@@ -96,7 +96,7 @@ def bad_items(c: Claim, entry: str) -> Iterator[tuple[Call, str]]:
         words = f"a prompt of {tokens} tokens has 4 bytes for each, not {len(ids)}"
         yield ("prompt", {}, [(*k, 1, b"1234"), (*k, tokens, ids)]), words
     yield (
-        ("configure", {"schema": "1", "incarnation": "x", "group": "g"},
+        ("configure", {"schema": "2", "incarnation": "x", "group": "g"},
          [("max_ready", 5, 1), ("lease_ms", 0, 1)]),
         "lease_ms must be 1 or more, not 0",
     )  # fmt: skip
@@ -255,7 +255,7 @@ async def test_the_asyncio_twin_recovers_as_well(driver: Driver) -> None:
         driver.redis.flushall()
         driver.redis.script_flush()
         assert (await twin.call("reap", limit=1)) == [0, 0]
-        assert twin.config["schema"] == "1"
+        assert twin.config["schema"] == "2"
         driver.redis.script_flush()
         assert await twin.call_many([contract.reap(), contract.enqueue(job("g"))]) == [
             [0, 0],

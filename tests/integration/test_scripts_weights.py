@@ -206,6 +206,17 @@ def test_a_late_heartbeat_makes_nobody_start_again(driver: Driver) -> None:
     assert driver.redis.hget(driver.keys.worker("a"), "state") == b"starting"
 
 
+def test_a_first_heartbeat_that_comes_late_takes_no_turn(driver: Driver) -> None:
+    """That a worker serves is said at once, and not by its process."""
+    driver.send(("heartbeat", {"worker": "a"}, [("state", "serving")]))
+    driver.send(contract.turn("a"))
+    driver.send(heartbeat("a", "starting", "n1"))
+
+    assert driver.redis.hget(driver.keys.worker("a"), "state") == b"serving"
+    assert driver.redis.zrange(driver.keys["turns"], 0, -1) == [b"a"]
+    assert driver.redis.exists(driver.keys["starting"]) == 0
+
+
 # staleness
 
 

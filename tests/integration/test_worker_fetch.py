@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -382,3 +383,13 @@ async def test_a_worker_says_how_long_each_part_of_an_update_took(
     assert set(said) == {"updates", "updates_failed", "update_idle_ms", "update_close_ms", *parts}
     assert abs(said["update_idle_ms"] - sum(said[part] for part in parts)) <= 2
     assert (said["updates"], said["updates_failed"]) == (2, 0)
+
+
+async def test_a_read_that_never_ends_does_not_keep_the_process() -> None:
+    assert await fetch._in_thread(lambda: threading.current_thread().daemon)
+    with pytest.raises(WeightsError, match="torn"):
+        await fetch._in_thread(_torn)
+
+
+def _torn() -> None:
+    raise WeightsError("torn")

@@ -14,13 +14,13 @@ for i = 1, ITEMS do
   said[field] = value
 end
 local other = ''
-if said.state == 'starting' and before[1] ~= said.nonce then
-  strike(A.worker) -- one of its name, which died
-end
 if said.nonce and before[1] and before[1] ~= said.nonce then
   other = (before[2] or '?') .. ':' .. (before[3] or '?')
-elseif said.nonce and before[1] and said.state == 'starting' and before[4] then
-  said.state = before[4]
+  if said.state == 'starting' then
+    strike(A.worker) -- one of its name, which died
+  end
+elseif said.nonce and said.state == 'starting' and before[4] then
+  said.state = before[4] -- that it serves is said at once, and maybe before its first heartbeat
 end
 local fields = {}
 for field, value in pairs(said) do
