@@ -26,7 +26,7 @@ RIGHTS = {
     "trainer": "info evalsha script|load exists get hdel hexists hget hgetall hincrby hmget hset "
     "hsetnx set time unlink xack xadd xclaim xdel xgroup|create xinfo|consumers xpending "
     "xrange zadd zcard zrange zrangebyscore zrem zscore lrange xlen xreadgroup zrevrange",
-    "worker": "info evalsha script|load del get hdel hexists hget hgetall hincrby hmget hset "
+    "worker": "info evalsha script|load del get hexists hget hgetall hincrby hmget hset "
     "hsetnx pexpire rpush set time xadd xgroup|create xlen zadd zcard zrange zrangebyscore zrem "
     "zremrangebyscore zscore lrange xread",
     "monitor": "info hgetall hmget xinfo|groups xlen zcard zcount zrange",

@@ -378,7 +378,6 @@ def test_vllms_flags_are_read_and_ours_are_set(llamas: list[tuple[Path, Any]]) -
     assert (args.model, args.max_model_len, args.seed) == (model, 128, 3)
     assert args.logprobs_mode == "processed_logprobs"
     assert args.disable_log_stats
-    assert not engine_args_from_cli(model, ["--no-disable-log-stats"]).disable_log_stats
     assert engine_args_from_cli(model, ["--logprobs-mode", "raw_logprobs"]).logprobs_mode == (
         "raw_logprobs"
     )
