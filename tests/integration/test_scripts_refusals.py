@@ -124,8 +124,8 @@ def bad_scalars(c: Claim, entry: str) -> Iterator[tuple[Call, str]]:
         words = f"max_updating must be a number or a percentage, not {most}"
         yield change(contract.publish(), max_updating=most), words
     yield contract.fail(c, "whim"), "kind must be error or crash, not whim"
-    configure: Call = ("configure", {"schema": "2", "incarnation": "x", "group": "g"}, [])
-    yield configure, "this queue has schema 1, this program speaks 2"
+    configure: Call = ("configure", {"schema": "3", "incarnation": "x", "group": "g"}, [])
+    yield configure, "this queue has schema 2, this program speaks 3"
 
 
 def too_many(c: Claim, entry: str) -> Iterator[tuple[Call, str]]:
