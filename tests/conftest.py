@@ -18,6 +18,7 @@ from redis.retry import Retry
 
 from producer.server import EmbeddedServer, Prefer, start_embedded
 from tests.servers import SERVERS, require_server
+from tests.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="session", params=SERVERS)
@@ -45,7 +46,8 @@ def own_server(server_kind: Prefer, tmp_path: Path) -> Iterator[EmbeddedServer]:
 @pytest.fixture
 def redis_url(redis_server: EmbeddedServer) -> str:
     """URL of an empty Redis."""
-    with redis.Redis.from_url(redis_server.url) as client:
+    # A busy disk may hold up a server for seconds.
+    with redis.Redis.from_url(redis_server.url, socket_timeout=DEADLINE_S) as client:
         client.flushall()
         client.script_flush()
     return redis_server.url
@@ -54,7 +56,9 @@ def redis_url(redis_server: EmbeddedServer) -> str:
 @pytest.fixture
 def redis_client(redis_url: str) -> Iterator[redis.Redis]:
     """A client of an empty Redis: bytes in and out, no silent retry."""
-    with redis.Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0)) as client:
+    with redis.Redis.from_url(
+        redis_url, retry=Retry(NoBackoff(), 0), socket_timeout=DEADLINE_S
+    ) as client:
         yield client
 
 
