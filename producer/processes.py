@@ -126,6 +126,21 @@ def _obituary(worker: _Worker) -> str:
     return f"{worker.name} {how}; its log {worker.log} ends:\n{log_tail(worker.log)}"
 
 
+def start_module(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """`python -m MODULE ARGUMENTS` that is spoken to by stdin and stdout; stderr goes to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env={**os.environ, **environment},
+            process_group=0,
+        )
+
+
 def engine_environment(workers: int) -> dict[str, str]:
     """For so many vLLM workers that share this machine with a trainer, with or without GPUs."""
     return {

@@ -20,12 +20,10 @@ a new sample only after an old one has ended.
 from __future__ import annotations
 
 import json
-import os
 import random
 import secrets
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +38,7 @@ from producer.bench.llama import SHAPES, make_llama
 from producer.client import RolloutClient
 from producer.contract.errors import EngineError
 from producer.contract.sampling import SamplingParams
-from producer.processes import log_tail
+from producer.processes import log_tail, start_module
 
 _PATIENCE = 120.0
 _END_SECONDS = 60.0
@@ -251,15 +249,7 @@ def _worker(
     if threads:
         environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     flags = ["--load-format", "dummy", "--max-num-seqs", str(load.concurrency)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "workers.bench.engine", queue, str(place), *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env={**os.environ, **environment},
-            process_group=0,
-        )
+    process = start_module("workers.bench.engine", [queue, str(place), *flags], environment, log)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.contract.connection import Queue
+from producer.contract.connection import Queue, split
 from producer.contract.messages import Chunk
 from producer.contract.scripts import SCRIPTS, Argument
 from producer.pipeline import pieces
@@ -217,8 +217,8 @@ class Fleet:
             items = [(*key, made[s]) for s, key in enumerate(self._held[w]) if key is not None]
             self._left |= {sample: tokens for sample, _, tokens in items if tokens}
             calls[w] = [
-                self.script("release", items[i : i + 256], worker=self.names[w], reason="update")
-                for i in range(0, len(items), 256)
+                self.script("release", piece, worker=self.names[w], reason="update")
+                for piece in split(items)
             ]
             self._held[w] = [None] * self.samples
             self._length[w] = 0

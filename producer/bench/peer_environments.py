@@ -61,7 +61,7 @@ class Peer:
         pip = [str(self.python), "-m", "pip", "install", "--quiet", *self.requirements]
         done = subprocess.run(pip, capture_output=True, text=True)
         if done.returncode != 0:
-            raise RollqError(f"cannot install {self.name}: {_last(done.stderr)}")
+            raise RollqError(f"cannot install {self.name}: {last_line(done.stderr)}")
         self._stamp.write_text(self._words)
 
     def rate(self, url: str, samples: int, size: int) -> float:
@@ -84,7 +84,7 @@ class Peer:
             except subprocess.TimeoutExpired:
                 raise RollqError(f"{self.name}: not done within {_TIMEOUT_SECONDS:g} s") from None
         if done.returncode != 0:
-            raise RollqError(f"{self.name} failed: {_last(done.stderr)}")
+            raise RollqError(f"{self.name} failed: {last_line(done.stderr)}")
         return float(done.stdout)
 
     @property
@@ -134,6 +134,7 @@ def _open_pipe() -> Iterator[int]:
         os.close(reading)
 
 
-def _last(words: str) -> str:
+def last_line(words: str) -> str:
+    """What a program that failed said last."""
     lines = words.strip().splitlines()
     return lines[-1] if lines else "no message"

@@ -19,6 +19,7 @@ from typing import Any
 
 from producer.bench.goals import GOALS, Goal
 from producer.bench.machine import Machine
+from producer.bench.peer_environments import last_line
 from producer.contract.errors import RollqError
 
 _TIMEOUT_SECONDS = 900.0
@@ -130,9 +131,9 @@ def _run(bench: Bench, url: str | None) -> dict[str, float]:
         except subprocess.TimeoutExpired:
             raise RollqError(f"not done within {_TIMEOUT_SECONDS:g} s") from None
         errors.seek(0)
-        words = errors.read().strip().splitlines()
+        words = errors.read()
     if done.returncode != 0:
-        raise RollqError(f"exit code {done.returncode}: {words[-1] if words else 'no message'}")
+        raise RollqError(f"exit code {done.returncode}: {last_line(words)}")
     return _figures(done.stdout)
 
 

@@ -20,7 +20,6 @@ import secrets
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,7 +32,7 @@ from typing import Any
 from producer.client import RolloutClient
 from producer.contract.errors import EngineError
 from producer.contract.sampling import SamplingParams
-from producer.processes import log_tail
+from producer.processes import log_tail, start_module
 
 _LONGEST_SECONDS, _END_SECONDS = 300.0, 60.0
 _LOOK_SECONDS = 0.02
@@ -220,8 +219,10 @@ def _pool(url: str, samples: int, parts: Sequence[Sequence[str]]) -> Iterator[_P
             pool = _Pool(client, [], log, files, queue.Queue(), [])
             try:
                 for part in parts:
+                    arguments = [name, str(weights), str(samples), *part]
+                    environment = {**_ONE_THREAD, "ROLLQ_REDIS_URL": url}  # it may hold a password
                     pool.processes.append(
-                        _start(url, [name, str(weights), str(samples), *part], log)
+                        start_module("workers.bench.update", arguments, environment, log)
                     )
                     reader = threading.Thread(target=pool.read, args=[pool.processes[-1]])
                     reader.start()
@@ -229,15 +230,3 @@ def _pool(url: str, samples: int, parts: Sequence[Sequence[str]]) -> Iterator[_P
                 yield pool
             finally:
                 pool.kill()
-
-
-def _start(url: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "workers.bench.update", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env={**os.environ, **_ONE_THREAD, "ROLLQ_REDIS_URL": url},  # it may hold a password
-            process_group=0,
-        )

@@ -176,12 +176,13 @@ class _Queue:
             log.warning("Redis at %s is back after %.1f s", redact(self.url), seconds)
 
     def _gave_up(self, error: redis.RedisError, seconds: float) -> RedisUnavailable:
-        never = ""
-        if not self._known:
+        if self._known:
+            never = ""
+        elif self.url.startswith("rediss"):
             # A server that misses a certificate may hang up before its reason can be read.
+            never = ", and that the URL gives ssl_certfile where the server asks for one"
+        else:
             never = ", and that the URL is rediss:// where the port speaks TLS"
-            if self.url.startswith("rediss"):
-                never = ", and that the URL gives ssl_certfile where the server asks for one"
         return RedisUnavailable(
             f"Redis at {redact(self.url)} did not answer for {seconds:.1f} s: {words(error)}; "
             f"see that it runs and can be reached from here{never}"

@@ -18,6 +18,7 @@ import sys
 from typing import Any, TextIO
 
 from producer.contract.sampling import SamplingParams
+from workers.bench import own_stdout
 from workers.engines.vllm import VllmEngine, engine_args_from_cli
 from workers.engines.vllm_bare import generate
 from workers.settings import WorkerSettings
@@ -26,9 +27,7 @@ from workers.worker import Worker
 
 def main() -> None:
     queue, model, *flags = sys.argv[1:]
-    # What vLLM logs goes to stderr, so that stdout has our answers alone.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    answers = own_stdout()
     settings = WorkerSettings(url=os.environ["ROLLQ_REDIS_URL"], queue=queue)
     engine = VllmEngine(
         engine_args_from_cli(model, flags),

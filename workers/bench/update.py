@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from workers.bench import own_stdout
 from workers.engines.sim import SimEngine, SimSettings
 from workers.settings import WorkerSettings
 from workers.worker import Worker
@@ -105,7 +106,5 @@ def _say(**words: object) -> None:
 
 
 if __name__ == "__main__":
-    # What vLLM logs goes to stderr, so that stdout has our lines alone.
-    _answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    _answers = own_stdout()
     asyncio.run(main(*sys.argv[1:]))

@@ -23,7 +23,7 @@ async def outlives_its_worker(model: str) -> tuple[Any, Callable[[], Awaitable[N
     shutdown = engine.shutdown
 
     async def start() -> None:
-        await engine._llm.update_weight_version("0")
+        await engine.llm.update_weight_version("0")
 
     async def not_yet() -> None:
         """Its worker has ended."""
@@ -37,7 +37,7 @@ async def bare_update(engine: Any, directory: str, requests: int) -> float:
     requests running."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    llm = engine._llm
+    llm = engine.llm
     params = SamplingParams(temperature=1.0, max_tokens=180, ignore_eos=True)
     prompt = np.array([1, 5, 20, 7], np.int32)
     running: set[int] = set()

@@ -7,10 +7,9 @@
 local function cancel(group, index)
   local s = sample(group .. '/' .. index)
   if s and (s.state == 'ready' or s.state == 'leased') then
-    -- At once: at maxmemory Redis refuses what may grow, unless the script has written before, and
-    -- to cancel is a way to have room again.
+    -- Also where it is leased: at maxmemory Redis refuses what may grow, unless the script has
+    -- written before, and to cancel is a way to have room again.
     call('ZREM', K.ready, s.id)
-    call('ZREM', K.leases, s.id)
     terminate(s, 'cancelled', 'cancelled', A.reason)
     return 1
   end

@@ -27,7 +27,8 @@ for i = 1, ITEMS do
 end
 
 local dead = call('ZCARD', K.dead)
-local waiting = call('ZCARD', K.ready)
+local before = call('ZCARD', K.ready)
+local waiting = before
 local seq = tonumber(call('HGET', K.stats, 'samples_enqueued') or 0)
 local function create(group, size, fields)
   count('samples_enqueued', size)
@@ -46,7 +47,6 @@ local function create(group, size, fields)
   end
 end
 
-local idle, fresh = call('ZCARD', K.ready) == 0, false
 local answers = {}
 for i = 1, ITEMS do
   local group, size, digest, max_tokens, prompt_tokens, max_staleness, staleness_policy, restart,
@@ -65,14 +65,13 @@ for i = 1, ITEMS do
       'max_staleness', max_staleness, 'staleness_policy', staleness_policy, 'restart', restart,
       'reward', reward, 'traceparent', traceparent, 'job', job, 'prompt_ids', prompt_ids})
     answers[i] = 'new'
-    fresh = true
   end
 end
 -- Who found nothing ready looks again within half a second; a hint wakes it now. Of many
 -- workers some look at any moment, and to wake them all would be a burst of empty claims.
 local MANY = 64
 local workers = call('ZCARD', K.workers)
-if idle and fresh and workers > 0 and workers <= MANY then
+if before == 0 and waiting > 0 and workers > 0 and workers <= MANY then
   call('XADD', K.updates, 'MAXLEN', '~', 1000, '*', 'ready', 'some')
 end
 return answers
