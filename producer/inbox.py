@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -25,7 +25,7 @@ from producer.contract.keys import TRAINER_GROUP, check_group_id
 from producer.contract.messages import RolloutGroup
 from producer.contract.namesakes import Namesakes
 from producer.contract.scripts import Argument
-from producer.pipeline import pieces, read_all
+from producer.pipeline import pieces, read_ahead, read_all
 from producer.results import build_group, group_commands
 
 #: ids that are remembered as taken, in case Redis comes back with an older state
@@ -39,6 +39,8 @@ SETTLE_SECONDS = 3.0, 12.0
 
 _ADOPTED_A_CALL = 256
 _LOOK_SECONDS = 0.1
+#: groups that are read while those before are made into rollouts
+_READ_A_TIME = 8
 
 #: stream entry, group id, size of the group
 Entry = tuple[str, str, int]
@@ -185,21 +187,31 @@ class Inbox:
         One that is not was taken meanwhile, or Redis came back from before it had closed, or was
         graded: it is not in hand any more, and comes again when it has.
         """
-        groups = []
-        for piece in pieces(entries, 32):
-            commands = [group_commands(self._queue.keys, g, size) for _, g, size in piece]
-            replies = iter(read_all(self._queue, [c for cs in commands for c in cs]))
-            for (entry, group_id, _), own in zip(piece, commands, strict=True):
-                answer = list(itertools.islice(replies, len(own)))
-                fields: dict[bytes, bytes] = answer[0]
-                if b"entry" in fields and all(answer[1::2]):
-                    self._digests[group_id] = fields[b"digest"]
-                    groups.append(build_group(entry, group_id, answer))
-                    continue
-                self._in_hand.pop(group_id, None)
-                if not fields:
-                    self._ack([(entry, group_id)])
+        answers = self._queue.retrying(lambda: list(self._read_groups(entries)))
+        groups, gone = [], []
+        for (entry, group_id, _), (fields, group) in zip(entries, answers, strict=True):
+            if group is not None:
+                self._digests[group_id] = fields[b"digest"]
+                groups.append(group)
+                continue
+            self._in_hand.pop(group_id, None)
+            if not fields:
+                gone.append((entry, group_id))
+        self._ack(gone)
         return tuple(groups)
+
+    def _read_groups(
+        self, entries: Sequence[Entry]
+    ) -> Iterator[tuple[dict[bytes, bytes], RolloutGroup | None]]:
+        """Of each entry, the fields of its group and, if all of it is there, the group."""
+        commands = [group_commands(self._queue.keys, g, size) for _, g, size in entries]
+        batches = [[c for own in piece for c in own] for piece in pieces(commands, _READ_A_TIME)]
+        replies = itertools.chain.from_iterable(read_ahead(self._queue, batches))
+        for (entry, group_id, _), own in zip(entries, commands, strict=True):
+            answer = list(itertools.islice(replies, len(own)))
+            fields: dict[bytes, bytes] = answer[0]
+            closed = b"entry" in fields and all(answer[1::2])
+            yield fields, build_group(entry, group_id, answer) if closed else None
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete groups; returns how many were still this consumer's to take."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+
+import hiredis
 
 from producer.contract.connection import Queue, split
 from producer.contract.keys import split_sample_id
@@ -23,6 +26,28 @@ def read_all(queue: Queue, commands: Sequence[tuple[str, ...]]) -> list[Any]:
 
     replies: list[Any] = queue.retrying(attempt) if commands else []
     return replies
+
+
+def read_ahead(queue: Queue, batches: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[list[Any]]:
+    """Replies to batches of read-only commands: Redis answers the next batch while the caller
+    works on this one. To be called within `Queue.retrying`, for nothing is retried here."""
+    pool = queue.redis.connection_pool
+    connection = pool.get_connection()
+    unread: deque[Sequence[tuple[Any, ...]]] = deque()
+    clean = False
+    try:
+        for batch in batches:
+            connection.send_packed_command([b"".join(hiredis.pack_command(c) for c in batch)])
+            unread.append(batch)
+            if len(unread) > 1:
+                yield [queue.redis.parse_response(connection, c[0]) for c in unread.popleft()]
+        while unread:
+            yield [queue.redis.parse_response(connection, c[0]) for c in unread.popleft()]
+        clean = True
+    finally:
+        if not clean:  # a reply on its way would be taken for that of the next command
+            connection.disconnect()
+        pool.release(connection)
 
 
 def pieces(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

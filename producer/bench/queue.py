@@ -40,7 +40,8 @@ _SENT = ("evalsha", "hgetall", "lrange", "xreadgroup", "xpending")
 def measure(
     url: str, samples: int, tokens: int, rounds: int, peers: bool = False
 ) -> dict[str, float]:
-    """Medians over `rounds`; rates in samples a second. `peers` leave keys behind."""
+    """Medians over `rounds`, of the floor the best; rates in samples a second. `peers` leave keys
+    behind."""
     queue = f"bench-{secrets.token_hex(3)}"
     ours, floors, costs, floor_costs = [], [], [], []
     with (
@@ -70,18 +71,20 @@ def measure(
         rq = _rate(few, lambda: rq_simple_worker(server, few, tokens))
         others = compare(url, samples, 8 * tokens, through) if peers else {}
     cost = {name: statistics.median(c[name] for c in costs) for name in costs[0]}
-    rate, limit = statistics.median(ours), statistics.median(floors)
+    # A limit is the fastest that was seen: whether malloc gives the floor's large blocks back to
+    # the kernel each time, which halves it, is chance.
+    rate, limit = statistics.median(ours), max(floors)
     return {
         "samples_per_second": rate,
         "floor_samples_per_second": limit,
         "rq_samples_per_second": rq,
-        "share_of_floor": statistics.median(a / b for a, b in zip(ours, floors, strict=True)),
+        "share_of_floor": rate / limit,
         "times_rq": rate / rq,
         "trainer_cpu_us_per_sample": cost["trainer_cpu"] * 1e6,
         "worker_cpu_us_per_sample": cost["worker_cpu"] * 1e6,
         "redis_cpu_us_per_sample": cost["redis_cpu"] * 1e6,
         "cpu_us_per_sample": cost["cpu"] * 1e6,
-        "floor_cpu_us_per_sample": statistics.median(floor_costs) * 1e6,
+        "floor_cpu_us_per_sample": min(floor_costs) * 1e6,
         "commands_per_sample": cost["commands"],
         "bytes_per_token": cost["bytes"] / tokens,
         "slow_commands": cost["slow"] * samples,

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import hiredis
 import redis
 import redis.asyncio
 import redis.asyncio.sentinel
@@ -75,6 +76,18 @@ class PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
+class _PacksInC:
+    """Before a connection of redis.asyncio, which packs each argument in Python: an eighth of the
+    processor time of a worker without an engine."""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        name = args[0].encode() if isinstance(args[0], str) else args[0]
+        return [hiredis.pack_command((*name.split(), *args[1:]))]
+
+    def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
+        return [packed for command in commands for packed in self.pack_command(*command)]
+
+
 def connect(url: str, on_connect: Callable[[], None]) -> redis.Redis:
     """A blocking client that never repeats a command by itself.
 
@@ -95,6 +108,9 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     """Its asyncio twin."""
     more = {"retry": redis.asyncio.retry.Retry(NoBackoff(), 0)}
     client: redis.asyncio.Redis = _make(redis.asyncio, url, more)
+    pool = client.connection_pool
+    theirs = pool.connection_class
+    pool.connection_class = type(theirs.__name__, (_PacksInC, theirs), {})
     return client
 
 

@@ -236,3 +236,17 @@ def test_no_error_shows_a_password(make: Callable[[str], Any], form: str) -> Non
 )
 def test_an_argument_that_spells_out_a_password_is_known(argument: str, has: bool) -> None:
     assert has_password(argument) is has
+
+
+def test_an_asyncio_connection_packs_what_redis_py_would() -> None:
+    pool = connect_async("redis://localhost").connection_pool
+    ours = pool.connection_class(**pool.connection_kwargs)
+    commands = [("CONFIG GET", "max*"), (b"EVALSHA", "ü", 1, b"\x00\r\n" * 5000, 1.5), ("PING",)]
+
+    packed = b"".join(ours.pack_commands(commands))
+
+    assert packed == b"".join(redis.asyncio.Connection().pack_commands(commands))
+    assert (
+        b"".join(ours.pack_command(*commands[0]))
+        == b"*3\r\n$6\r\nCONFIG\r\n$3\r\nGET\r\n$4\r\nmax*\r\n"
+    )

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from producer.contract.sampling import SamplingParams
 from workers.bench import own_stdout
+from workers.cli import run_loop
 from workers.engines.vllm import VllmEngine, engine_args_from_cli
 from workers.engines.vllm_bare import generate
 from workers.settings import WorkerSettings
@@ -33,7 +34,7 @@ def main() -> None:
         engine_args_from_cli(model, flags),
         checkpoint_tokens=max(1, settings.checkpoint_tokens // 4),
     )
-    sys.exit(asyncio.run(_serve(Worker(settings, engine), engine, answers)))
+    sys.exit(run_loop(_serve(Worker(settings, engine), engine, answers)))
 
 
 async def _serve(worker: Worker, engine: VllmEngine, answers: TextIO) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.bench import own_stdout
+from workers.cli import run_loop
 from workers.engines.sim import SimEngine, SimSettings
 from workers.settings import WorkerSettings
 from workers.worker import Worker
@@ -107,4 +108,4 @@ def _say(**words: object) -> None:
 
 if __name__ == "__main__":
     _answers = own_stdout()
-    asyncio.run(main(*sys.argv[1:]))
+    run_loop(main(*sys.argv[1:]))
