@@ -16,7 +16,7 @@ CODE = ("producer", "workers")
 
 #: The modules of the engine adapter, the only ones that know vLLM.
 VLLM_MODULES = "workers/engines/vllm"
-CONTRACT_NEEDS = {"redis", "msgpack", "numpy"}
+CONTRACT_NEEDS = {"redis", "hiredis", "msgpack", "numpy"}
 #: what a module of the contract imports when it is first needed, and not before
 CONTRACT_MAY_NEED = {
     "producer/contract/rewards.py": {"rq"},
