@@ -35,6 +35,7 @@ from typing import IO, Any, NoReturn
 import redis
 
 from producer.bench.llama import SHAPES, make_llama
+from producer.bench.machine import redis_cpu_seconds
 from producer.client import RolloutClient
 from producer.contract.errors import EngineError
 from producer.contract.sampling import SamplingParams
@@ -180,13 +181,12 @@ def _cpu(pid: int, server: redis.Redis) -> dict[str, float]:
 
     worker = psutil.Process(pid)
     [loop] = [t for t in worker.threads() if t.id == pid]
-    of_server = server.info("cpu")
     return {
         "host": _seconds(worker.cpu_times()),
         "loop": loop.user_time + loop.system_time,
         "core": sum(_seconds(child.cpu_times()) for child in worker.children(recursive=True)),
         "trainer": time.process_time(),
-        "redis": float(of_server["used_cpu_user"]) + float(of_server["used_cpu_sys"]),
+        "redis": redis_cpu_seconds(server),
     }
 
 

@@ -28,6 +28,7 @@ import redis
 from producer.bench.fleet_load import CHECKPOINT_TOKENS, Fleet
 from producer.bench.fleet_trainer import Trainer
 from producer.bench.fleet_update import update
+from producer.bench.machine import redis_cpu_seconds
 from producer.client import RolloutClient
 from producer.contract.connection import Queue
 from producer.contract.sampling import SamplingParams
@@ -71,12 +72,10 @@ class Spent:
 
     @classmethod
     def of(cls, server: redis.Redis) -> Spent:
-        cpu, stats = server.info("cpu"), server.info("stats")
+        stats = server.info("stats")
         calls = server.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"]
-        # Redis 6 knows the whole process only.
-        main = [n for n in cpu if n.startswith("used_cpu_") and n.endswith("_main_thread")]
         return cls(
-            cpu_s=sum(float(cpu[n]) for n in main or ("used_cpu_user", "used_cpu_sys")),
+            cpu_s=redis_cpu_seconds(server),
             scripts=float(calls),
             bytes_in=float(stats["total_net_input_bytes"]),
             bytes_out=float(stats["total_net_output_bytes"]),

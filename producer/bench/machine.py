@@ -1,4 +1,4 @@
-"""What a figure was measured on. Called by `rollq bench all`."""
+"""What a figure was measured on, and what its Redis spent. Called by the benches."""
 
 from __future__ import annotations
 
@@ -64,6 +64,13 @@ class Machine:
             ("vLLM", self.vllm),
             ("torch", self.torch),
         )
+
+
+def redis_cpu_seconds(server: redis.Redis) -> float:
+    """Of its main thread so far, the one that saturates; Redis 6 knows the whole process only."""
+    cpu = server.info("cpu")
+    main = [n for n in cpu if n.startswith("used_cpu_") and n.endswith("_main_thread")]
+    return sum(float(cpu[n]) for n in main or ("used_cpu_user", "used_cpu_sys"))
 
 
 def _cpu() -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 import redis
 
+from producer.bench.machine import redis_cpu_seconds
 from producer.bench.peer_environments import compare
 from producer.bench.peers import floor, rq_simple_worker
 from producer.client import RolloutClient
@@ -117,7 +118,7 @@ def _rate(samples: int, work: Callable[[], Any]) -> float:
 
 def _used(server: redis.Redis, worker: int) -> dict[str, float]:
     """What the processes have used so far, CPU in seconds; and what the server has done."""
-    cpu, stats = server.info("cpu"), server.info("stats")
+    stats = server.info("stats")
     commands = server.info("commandstats")
     # Of those that no script calls, so each was sent by a client.
     sent = sum(int(commands.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in _SENT)
@@ -125,7 +126,7 @@ def _used(server: redis.Redis, worker: int) -> dict[str, float]:
     used = {
         "trainer_cpu": own.user + own.system,
         "worker_cpu": _cpu_seconds(worker),
-        "redis_cpu": float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
+        "redis_cpu": redis_cpu_seconds(server),
     }
     return {
         **used,

@@ -20,8 +20,8 @@ from typing import Any, TextIO
 from producer.contract.sampling import SamplingParams
 from workers.bench import own_stdout
 from workers.cli import run_loop
+from workers.engines import vllm_bare
 from workers.engines.vllm import VllmEngine, engine_args_from_cli
-from workers.engines.vllm_bare import generate
 from workers.settings import WorkerSettings
 from workers.worker import Worker
 
@@ -57,7 +57,7 @@ async def _answer(engine: VllmEngine, answers: TextIO) -> None:
     while line := await orders.readline():
         order: dict[str, Any] = json.loads(line)
         params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in order["max_tokens"]]
-        await generate(engine, order["prompts"], params)
+        await vllm_bare.generate(engine, order["prompts"], params)
         answers.write(json.dumps({"steps": engine.progress}) + "\n")
 
 

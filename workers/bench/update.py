@@ -47,14 +47,14 @@ async def main(queue: str, weights_dir: str, samples: str, kind: str, *rest: str
         names = zip(rest, engines, strict=True)
         await _serve([Worker(settings(name), engine) for name, engine in names])
         return
-    from workers.engines.vllm_bare_update import bare_update, outlives_its_worker
+    from workers.engines import vllm_bare
 
     model, parts, rounds = rest
-    engine, shutdown = await outlives_its_worker(model)
+    engine, shutdown = await vllm_bare.outlives_its_worker(model)
     pause, load, resume = engine.pause, engine.load, engine.resume
     for part in range(int(parts) + 1):
         for _ in range(int(rounds)):
-            _say(bare_ms=1000 * await bare_update(engine, model, held))
+            _say(bare_ms=1000 * await vllm_bare.update(engine, model, held))
         if part < int(parts):
             name = f"vllm-{part}"
             _watch(name, engine)
