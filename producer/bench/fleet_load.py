@@ -247,19 +247,8 @@ class Fleet:
         return ["EVALSHA", script.sha, *script.arguments(self.queue.keys, scalars, items)]
 
     def _claim(self, w: int, limit: int) -> Command:
-        return self.script(
-            "claim",
-            worker=self.names[w],
-            request=secrets.token_hex(8),
-            version=self.versions[w],
-            limit=limit,
-            held=self.samples - limit,
-            share=0,
-            suspects=1,
-            alone=1,
-            room=1 << 40,
-            reserve=256,
-        )
+        held = self.samples - limit
+        return self.script("claim", (), **claiming(self.names[w], self.versions[w], limit, held))
 
     def _heartbeat(self, w: int, state: str) -> Command:
         fields = (
@@ -293,6 +282,22 @@ UPDATED = (
     ("updates_failed", 0),
     *((f"update_{n}_ms", 100) for n in ("idle", "close", "pause", "load", "reset", "resume")),
 )
+
+
+def claiming(worker: str, version: int, limit: int, held: int) -> dict[str, Argument]:
+    """Scalars of `claim`, of a worker that holds so many samples and has room for any."""
+    return {
+        "worker": worker,
+        "request": secrets.token_hex(8),
+        "version": version,
+        "limit": limit,
+        "held": held,
+        "share": 0,
+        "suspects": 1,
+        "alone": 1,
+        "room": 1 << 40,
+        "reserve": 256,
+    }
 
 
 def _connect(queue: Queue) -> Any:

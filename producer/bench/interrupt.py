@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from producer.bench.fleet_load import claiming
 from producer.client import RolloutClient
 from producer.contract.connection import Queue, split
 from producer.contract.messages import Chunk, Claim
@@ -61,19 +62,8 @@ def measure(url: str, samples: int, tokens: int) -> dict[str, float]:
 def _claim(queue: Queue, samples: int) -> list[Claim]:
     held: list[Claim] = []
     while len(held) < samples:
-        _, _, headers, _, jobs = queue.call(
-            "claim",
-            worker="bench",
-            request=secrets.token_hex(8),
-            version=0,
-            limit=samples - len(held),
-            held=len(held),
-            share=0,
-            suspects=1,
-            alone=1,
-            room=2**40,
-            reserve=256,
-        )
+        scalars = claiming("bench", 0, samples - len(held), len(held))
+        _, _, headers, _, jobs = queue.call("claim", (), **scalars)
         if not headers:
             break
         held += Claim.from_reply(headers, jobs)
