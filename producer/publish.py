@@ -20,7 +20,7 @@ from producer.contract.errors import ResultsTimeout, WeightsError, WeightsReject
 from producer.contract.states import UpdatePolicy, WeightState
 from producer.status import Status
 from producer.steps import Steps, Wait
-from producer.weights import remove_old, write_checkpoint
+from producer.weights import newest_noted, note_newest, remove_old, write_checkpoint
 
 log = logging.getLogger("rollq")
 
@@ -37,6 +37,7 @@ class Publisher:
     def __init__(self, queue: Queue, status: Callable[[], Status]) -> None:
         self._queue = queue
         self._status = status
+        self._root: Path | None = None
         self._last: dict[str, Any] = {}  # to be made again if Redis forgets it
         self._newest = 0  # the highest version that this client knows of
         self._version = 0  # what `_last` is
@@ -46,6 +47,7 @@ class Publisher:
         """Write the files and publish them; see `prepare`. Returns the version."""
         queue = self._queue.keys.queue
         publication = prepare(root, queue, weights, **options)
+        self._root = root
         version = self._version = self.send(publication, force)
         self._last = publication
         if root is not None:
@@ -53,6 +55,9 @@ class Publisher:
         return version
 
     def send(self, publication: dict[str, Any], force: bool) -> int:
+        assert self._root is not None
+        of = self._root, self._queue.keys.queue, self._queue.config["incarnation"]
+        self._newest = max(self._newest, newest_noted(*of))
         version, new = self._queue.call(
             "publish",
             request=secrets.token_hex(8),
@@ -67,6 +72,10 @@ class Publisher:
                 version,
             )
         self._newest = max(self._newest, version)
+        try:
+            note_newest(*of, self._newest)
+        except OSError as error:
+            log.warning("version %d is published, and cannot be noted: %s", version, error)
         return int(version)
 
     def again(self) -> None:

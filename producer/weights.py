@@ -21,6 +21,8 @@ from producer.contract.manifest import MANIFEST, Manifest
 
 _SHARD_BYTES = 4 * 1024**3
 _SPARED_SECONDS = 60.0
+#: beside a queue's directories; holds the queue's incarnation and its highest version
+_NEWEST = ".newest"
 #: names that `_publish` gives; others under the root are the user's
 _MADE_HERE = re.compile(r"step-?\d+-[0-9a-f]{8}")
 
@@ -78,6 +80,25 @@ def remove_old(root: Path, queue: str, level: Mapping[str, str], in_use: Iterabl
     for directory, at in made.items():
         if at < recent and str(directory.relative_to(root)) not in needed:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def newest_noted(root: Path, queue: str, incarnation: str) -> int:
+    """The highest version that `note_newest` wrote down; 0 if none, or of a queue before this."""
+    try:
+        noted, _, version = (root / queue / _NEWEST).read_text().partition(" ")
+        return int(version) if noted == incarnation else 0
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def note_newest(root: Path, queue: str, incarnation: str, version: int) -> None:
+    """For a publisher that starts after Redis lost this version and its publisher died: a number
+    that was given once must not be given to other weights."""
+    if version > newest_noted(root, queue, incarnation):
+        unfinished = root / queue / f"{_NEWEST}-{secrets.token_hex(4)}"
+        unfinished.write_text(f"{incarnation} {version}")
+        _sync(unfinished)
+        unfinished.replace(root / queue / _NEWEST)
 
 
 def _publish(root: Path, queue: str, step: int, write: Any) -> tuple[str, str]:

@@ -66,3 +66,32 @@ def test_a_version_that_ends_its_workers_is_bad_although_they_start_again(driver
         driver.send(leave(name))
 
     assert verdicts == [b"new", b"new", b"new", b"bad"]
+
+
+def test_a_version_that_redis_lost_with_its_publisher_is_not_given_to_other_weights(
+    pool: Pool, driver: Driver
+) -> None:
+    """Some worker may have made tokens under it before it saw that it is gone."""
+
+    def publish_one() -> int:
+        return pool.new_client().publish_weights(pool.weights_dir / pool.write()[0])
+
+    assert publish_one() == 1
+    before = driver.weights()
+    assert publish_one() == 2
+    driver.redis.delete(driver.keys["weights"])
+    driver.redis.hset(driver.keys["weights"], mapping=before)
+
+    assert publish_one() == 3
+
+
+def test_versions_of_a_new_queue_start_from_one(
+    open_pool: OpenPool, redis_client: redis.Redis
+) -> None:
+    """Also over the weights of a queue before it that had the same name: else its first samples
+    would be many versions old."""
+    pool = open_pool()
+    assert pool.client.publish_weights(pool.weights_dir / pool.write()[0]) == 1
+    redis_client.flushall()
+
+    assert pool.new_client().publish_weights(pool.weights_dir / pool.write()[0]) == 1
