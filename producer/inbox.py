@@ -204,14 +204,16 @@ class Inbox:
         self, entries: Sequence[Entry]
     ) -> Iterator[tuple[dict[bytes, bytes], RolloutGroup | None]]:
         """Of each entry, the fields of its group and, if all of it is there, the group."""
-        commands = [group_commands(self._queue.keys, g, size) for _, g, size in entries]
-        batches = [[c for own in piece for c in own] for piece in pieces(commands, _READ_A_TIME)]
-        replies = itertools.chain.from_iterable(read_ahead(self._queue, batches))
-        for (entry, group_id, _), own in zip(entries, commands, strict=True):
-            answer = list(itertools.islice(replies, len(own)))
-            fields: dict[bytes, bytes] = answer[0]
-            closed = b"entry" in fields and all(answer[1::2])
-            yield fields, build_group(entry, group_id, answer) if closed else None
+        asked = [(e, group_commands(self._queue.keys, e[1], e[2])) for e in entries]
+        parts = list(pieces(asked, _READ_A_TIME))
+        batches = ([command for _, own in part for command in own] for part in parts)
+        for replies, part in zip(read_ahead(self._queue, batches), parts, strict=True):
+            rest = iter(replies)
+            for (entry, group_id, _), own in part:
+                answer = list(itertools.islice(rest, len(own)))
+                fields: dict[bytes, bytes] = answer[0]
+                closed = b"entry" in fields and all(answer[1::2])
+                yield fields, build_group(entry, group_id, answer) if closed else None
 
     def ack(self, groups: Sequence[RolloutGroup]) -> int:
         """Delete groups; returns how many were still this consumer's to take."""

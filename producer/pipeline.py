@@ -34,16 +34,18 @@ def read_ahead(queue: Queue, batches: Iterable[Sequence[tuple[Any, ...]]]) -> It
     pool = queue.redis.connection_pool
     connection = pool.get_connection()
     unread: deque[Sequence[tuple[Any, ...]]] = deque()
-    clean = False
+    clean = True
     try:
         for batch in batches:
+            clean = False
             connection.send_packed_command([b"".join(hiredis.pack_command(c) for c in batch)])
             unread.append(batch)
             if len(unread) > 1:
                 yield [queue.redis.parse_response(connection, c[0]) for c in unread.popleft()]
         while unread:
-            yield [queue.redis.parse_response(connection, c[0]) for c in unread.popleft()]
-        clean = True
+            replies = [queue.redis.parse_response(connection, c[0]) for c in unread.popleft()]
+            clean = not unread
+            yield replies
     finally:
         if not clean:  # a reply on its way would be taken for that of the next command
             connection.disconnect()

@@ -92,3 +92,17 @@ def test_groups_whose_replies_were_lost_on_the_way_are_read_again(
         assert sorted(g.id for g in batch) == sorted(ids)
         assert all(r.trainable for g in batch for r in g.rollouts)
         assert batch.ack() == 40
+
+
+def test_one_connection_serves_all_batches(driver: Driver, redis_url: str) -> None:
+    """A new one is how a client learns that Redis may have lost something: it looks at it all."""
+    with RolloutClient(redis_url, "q") as client:
+
+        def take() -> int:
+            client.submit([[1, 2]] * 20, SamplingParams(max_tokens=8))
+            for claimed in driver.claim():
+                driver.complete(claimed)
+            assert client.batch(20).ack() == 20
+            return int(driver.redis.info("stats")["total_connections_received"])
+
+        assert take() == take()
