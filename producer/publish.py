@@ -47,22 +47,20 @@ class Publisher:
         """Write the files and publish them; see `prepare`. Returns the version."""
         queue = self._queue.keys.queue
         publication = prepare(root, queue, weights, **options)
+        assert root is not None  # or it was refused
+        version = self._version = self.send(root, publication, force)
         self._root = root
-        version = self._version = self.send(publication, force)
         self._last = publication
-        if root is not None:
-            clean_up(root, queue, self._status())
+        clean_up(root, queue, self._status())
         return version
 
-    def send(self, publication: dict[str, Any], force: bool) -> int:
-        assert self._root is not None
-        of = self._root, self._queue.keys.queue, self._queue.config["incarnation"]
-        self._newest = max(self._newest, newest_noted(*of))
+    def send(self, root: Path, publication: dict[str, Any], force: bool) -> int:
+        of = root, self._queue.keys.queue, self._queue.config["incarnation"]
         version, new = self._queue.call(
             "publish",
             request=secrets.token_hex(8),
             force=int(force),
-            floor=self._newest,
+            floor=max(self._newest, newest_noted(*of)),
             **publication,
         )
         if not new:
@@ -73,15 +71,15 @@ class Publisher:
             )
         self._newest = max(self._newest, version)
         try:
-            note_newest(*of, self._newest)
+            note_newest(*of, version)
         except OSError as error:
             log.warning("version %d is published, and cannot be noted: %s", version, error)
         return int(version)
 
     def again(self) -> None:
         """If Redis forgot the last publication: under a new, higher version."""
-        if self._last and int(self._status().weights.get("newest", 0)) < self._newest:
-            lost, self._version = self._version, self.send(self._last, force=True)
+        if self._root and int(self._status().weights.get("newest", 0)) < self._newest:
+            lost, self._version = self._version, self.send(self._root, self._last, force=True)
             self._again[lost] = self._version
 
     def made_again(self, version: int) -> int:

@@ -181,7 +181,7 @@ def test_each_token_carries_the_version_whose_weights_computed_it(pool: Pool, po
         assert r.versions[0] >= start
         assert sum(s.tokens for s in r.segments) == LONGER
         under = _recomputed(pool, r)
-        assert _error(r, under, r.versions) < 1e-3
+        assert _error(r, under, r.versions) < 3e-3
         if len(under) >= 3:
             assert policy == "requeue" or r.attempts == 1
             early = np.append(r.versions[1:], r.versions[-1])

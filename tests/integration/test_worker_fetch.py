@@ -301,6 +301,7 @@ async def test_files_that_are_not_as_published_are_named(
 async def publish(pool: Pool, path: str, manifest: Manifest) -> None:
     """A directory as it is, of which this manifest was true; wait for what becomes of it."""
     pool.client._publisher.send(
+        pool.weights_dir,
         {
             "digest": manifest.digest,
             "path": path,
