@@ -37,8 +37,8 @@ class Publisher:
     def __init__(self, queue: Queue, status: Callable[[], Status]) -> None:
         self._queue = queue
         self._status = status
-        self._root: Path | None = None
-        self._last: dict[str, Any] = {}  # to be made again if Redis forgets it
+        # where its files are, and what describes it: to be made again if Redis forgets it
+        self._last: tuple[Path, dict[str, Any]] | None = None
         self._newest = 0  # the highest version that this client knows of
         self._version = 0  # what `_last` is
         self._again: dict[int, int] = {}  # a version that Redis forgot -> the one made for it
@@ -49,8 +49,7 @@ class Publisher:
         publication = prepare(root, queue, weights, **options)
         assert root is not None  # or it was refused
         version = self._version = self.send(root, publication, force)
-        self._root = root
-        self._last = publication
+        self._last = root, publication
         clean_up(root, queue, self._status())
         return version
 
@@ -78,8 +77,8 @@ class Publisher:
 
     def again(self) -> None:
         """If Redis forgot the last publication: under a new, higher version."""
-        if self._root and int(self._status().weights.get("newest", 0)) < self._newest:
-            lost, self._version = self._version, self.send(self._root, self._last, force=True)
+        if self._last and int(self._status().weights.get("newest", 0)) < self._newest:
+            lost, self._version = self._version, self.send(*self._last, force=True)
             self._again[lost] = self._version
 
     def made_again(self, version: int) -> int:

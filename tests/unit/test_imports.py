@@ -88,7 +88,7 @@ def test_the_workers_take_only_the_contract_of_the_producer() -> None:
     assert taken, "the walk finds imports"
 
 
-def test_the_contract_needs_redis_msgpack_numpy_and_nothing_else() -> None:
+def test_the_contract_needs_redis_hiredis_msgpack_numpy_and_nothing_else() -> None:
     # torch within a method that makes tensors: that it is not loaded is another test's matter.
     allowed = CONTRACT_NEEDS | sys.stdlib_module_names | {"torch"}
     strange = [
